@@ -1,0 +1,23 @@
+"""Learning through the few directions that matter.
+
+Each room is a subpackage, loaded on first use: ``import subspan`` stays light.
+"""
+
+import importlib
+from types import ModuleType
+
+__version__ = "0.1.0"
+
+_ROOMS = ("adapters", "claims", "data", "linalg", "optim", "pages", "privacy", "surgery", "tune")
+
+__all__ = ["__version__", *_ROOMS]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,134 @@
+"""Finding layers in a model and reading or writing their weights as out x in matrices."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from subspan.errors import TargetError
+
+# The first pattern that matches the last parts of a module's name decides; the order matters ("up" is in "c_up").
+_ROLES = (
+    ("qkv", r"(c_attn|query_key_value|qkv_proj|qkv|wqkv|in_proj)$"),
+    ("q", r"(q_proj|q_lin|query|to_q|wq|q)$"),
+    ("k", r"(k_proj|k_lin|key|to_k|wk|k)$"),
+    ("v", r"(v_proj|v_lin|value|to_v|wv|v)$"),
+    (
+        "o",
+        r"(o_proj|out_proj|out_lin|to_out|attention\.output\.dense|attention\.dense|attn\.c_proj|wo|attn\.o|attention\.o)$",
+    ),
+    ("gate", r"(gate_proj|gate|w1|wi_0)$"),
+    ("up", r"(up_proj|c_fc|fc1|lin1|intermediate\.dense|dense_h_to_4h|w3|wi|wi_1|up)$"),
+    ("down", r"(down_proj|fc2|lin2|output\.dense|dense_4h_to_h|mlp\.c_proj|w2|wo_1|down)$"),
+    ("head", r"(lm_head|classifier|score|embed_out|head|out_proj_head)(\..*)?$"),
+    ("embed", r"(embed_tokens|wte|wpe|embeddings?(\.\w+)?|shared|emb)$"),
+)
+
+
+def role_of(name: str, module: nn.Module | None = None) -> str:
+    """What a layer does, from its name: q, k, v, o, qkv (packed), gate, up, down, head, embed, or other."""
+    if isinstance(module, nn.Embedding):
+        return "embed"
+    lowered = name.lower()
+    for role, pattern in _ROLES:
+        if re.search(rf"(^|\.){pattern}", lowered):
+            return role
+    return "other"
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer under a peft wrapper, or the module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D, which stores its weight as in x out (known by name: no import needed)."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def is_matrix_layer(module: nn.Module) -> bool:
+    """Whether ``weight_matrix`` can read the layer: Linear, Conv1D or an ungrouped Conv2d."""
+    layer = base_layer(module)
+    if isinstance(layer, nn.Conv2d):
+        return layer.groups == 1
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
+def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
+    """The layer's weight as an m x n (out x in) view, for Linear, Conv1D (stored transposed) and Conv2d (unfolded).
+
+    Raises ``TargetError`` for other layers and for weights stored as integers (quantised).
+    """
+    layer = base_layer(module)
+    if not is_matrix_layer(layer):
+        raise TargetError(f"{type(layer).__name__} has no weight that reads as one out x in matrix")
+    weight = layer.weight.detach()
+    if not weight.is_floating_point():
+        raise TargetError(
+            f"{type(layer).__name__} holds a quantised weight ({weight.dtype}); dequantise the model first"
+        )
+    if weight.is_meta:
+        raise TargetError(f"{type(layer).__name__} is on the meta device: load its weight first")
+    if _is_conv1d(layer):
+        return weight.mT
+    return weight.flatten(1)
+
+
+def write_weight(module: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
+    """Copy an out x in matrix into the layer's weight, in the weight's own dtype; the Parameter object stays."""
+    # Copying keeps optimisers and hooks that hold the Parameter pointing at the live one.
+    weight_matrix(module).copy_(matrix)
+
+
+def find_targets(
+    model: nn.Module, target_modules: str | Iterable[str], exclude: str | Iterable[str] | None = None
+) -> dict[str, nn.Module]:
+    """Modules that peft would adapt for ``target_modules``: names, suffixes, a regular expression or "all-linear".
+
+    Returns name -> module in the model's order. Raises ``TargetError`` when nothing matches, naming the nearest.
+    """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+
+    wanted = target_modules if isinstance(target_modules, str) else list(target_modules)
+    barred = exclude if exclude is None or isinstance(exclude, str) else list(exclude)
+    config = _maybe_include_all_linear_layers(LoraConfig(target_modules=wanted, exclude_modules=barred), model)
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if is_matrix_layer(module) and check_target_module_exists(config, name)
+    }
+    if not found:
+        raise TargetError(no_match(model, [wanted] if isinstance(wanted, str) else wanted))
+    return found
+
+
+def no_match(model: nn.Module, wanted: Sequence[str]) -> str:
+    """One sentence that says which target names match nothing and which layer names the model does have."""
+    names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if n and is_matrix_layer(m)})
+    near = {m for w in wanted for m in difflib.get_close_matches(w, names, n=1)}
+    hint = f"; did you mean {', '.join(sorted(near))}?" if near else ""
+    return f"target modules {', '.join(wanted)} match no layer; this model's layers are {', '.join(names[:20])}{hint}"
+
+
+def packed_rows(
+    name: str, module: nn.Module, *, heads: int, kv_heads: int | None = None
+) -> dict[str, Int[Tensor, " i"]]:
+    """Rows of a packed attention projection that belong to q, k and v.
+
+    Block layouts (GPT-2 ``c_attn``, Phi-3 ``qkv_proj``, ``in_proj_weight``) hold q, then k, then v, with fewer k and v
+    rows under grouped-query attention; GPT-NeoX's ``query_key_value`` interleaves them head by head.
+    """
+    rows = weight_matrix(module).shape[0]
+    kv = heads if kv_heads is None else kv_heads
+    size, rest = divmod(rows, heads + 2 * kv)
+    if rest:
+        raise TargetError(f"{name}: {rows} rows do not divide into {heads} query and 2 x {kv} key and value heads")
+    index = torch.arange(rows)
+    if name.endswith("query_key_value") and kv == heads:
+        by_head = index.view(heads, 3, size)
+        return {role: by_head[:, i].flatten() for i, role in enumerate("qkv")}
+    return dict(zip("qkv", index.split([heads * size, kv * size, kv * size]), strict=True))

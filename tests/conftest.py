@@ -1,0 +1,19 @@
+"""Shape annotations are checked while testing: every jaxtyping signature in subspan runs under beartype."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("subspan", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A fresh, seeded torch generator."""
+    return torch.Generator().manual_seed(0)
