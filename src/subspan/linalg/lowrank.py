@@ -131,7 +131,7 @@ class LowRank:
         return total if rank is None else total.truncate(rank)
 
     def column_space(self, tol: float | None = None) -> Subspace:
-        """Span of the columns of Z; singular values at most ``tol`` times the largest are dropped (default: roundoff)."""
+        """Span of the columns of Z; singular values up to ``tol`` times the largest are dropped (default: roundoff)."""
         u, s, _ = self.svd()
         return Subspace(u[:, self._significant(s, tol)])
 
