@@ -25,7 +25,7 @@ class Row:
     setting: Mapping[str, float | int | str]
     metric: str
     seed: int
-    value: float
+    value: float | int
 
 
 @dataclass(frozen=True)

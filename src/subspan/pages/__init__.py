@@ -1,0 +1,19 @@
+"""One self-contained page from tables and plots; the only room that draws."""
+
+from subspan.pages.page import Badge, Code, Figure, Page, Section, Table, Text
+from subspan.pages.plots import Curve, bars, curves, heat_map, spectra
+
+__all__ = [
+    "Badge",
+    "Code",
+    "Curve",
+    "Figure",
+    "Page",
+    "Section",
+    "Table",
+    "Text",
+    "bars",
+    "curves",
+    "heat_map",
+    "spectra",
+]

@@ -1,0 +1,200 @@
+"""Plots as inline SVG: deterministic, readable on light and dark ground, safe for colour-blind readers.
+
+Series differ in colour, marker and dash, so that colour is never the only cue. Colours are CSS variables with a
+light-ground fallback; a page sets them for either ground. Text stays text. Every function gives one ``<svg>`` element.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+Numbers = Sequence[float | int] | np.ndarray
+
+# (on light ground, on dark ground): Okabe & Ito's hues, darkened or lightened to 3:1 contrast with the page's ground.
+PALETTE = (
+    ("#0072b2", "#56b4e9"),
+    ("#d55e00", "#ff8c42"),
+    ("#00865f", "#2fc99b"),
+    ("#b5568f", "#e29cc6"),
+    ("#946200", "#e6b33c"),
+    ("#4b4bb8", "#a3a3ff"),
+    ("#6b6b6b", "#b8b8b8"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES = ("-", "--", "-.", ":")
+
+# Colours that matplotlib writes and that are then replaced by what the page decides.
+_INK, _GRID = "#010203", "#010204"
+_SERIES = tuple(f"#0203{index:02x}" for index in range(len(PALETTE)))
+
+_RC: dict[Any, Any] = {
+    "svg.hashsalt": "subspan",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "font.size": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
+    **{f"axes.{part}": _INK for part in ("edgecolor", "labelcolor", "titlecolor")},
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: points (x, y), and a band from ``low`` to ``high`` when both are given."""
+
+    x: Numbers
+    y: Numbers
+    low: Numbers | None = None
+    high: Numbers | None = None
+
+
+def curves(series: Mapping[str, Curve], *, xlabel: str, ylabel: str, log_x: bool = False, log_y: bool = False) -> str:
+    """Lines by name with a legend; points that are not finite leave a gap.
+
+    Raises:
+        ValueError: no series, or x and y (or a band) of different lengths.
+    """
+    _require(series)
+
+    def draw(axes: Any) -> None:
+        for (name, curve), look in zip(series.items(), _looks(), strict=False):
+            if len(curve.x) != len(curve.y):
+                raise ValueError(f"series {name!r} has {len(curve.x)} x values but {len(curve.y)} y values")
+            marker = look.marker if len(curve.x) <= 40 else ""  # beyond that markers hide the line
+            axes.plot(curve.x, curve.y, look.dash, color=look.colour, marker=marker, markersize=4, label=name)
+            if curve.low is not None and curve.high is not None:
+                axes.fill_between(curve.x, curve.low, curve.high, color=look.colour, alpha=0.15, linewidth=0)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+        _legend(axes, len(series))
+
+    return _svg(draw)
+
+
+def bars(groups: Mapping[str, Numbers], *, ylabel: str) -> str:
+    """A horizontal bar at the mean of each group, its standard deviation (ddof 1), and every value as a point.
+
+    Raises:
+        ValueError: no groups, or a group without a finite value.
+    """
+    _require(groups)
+    finite = {name: np.asarray(values, dtype=float) for name, values in groups.items()}
+    finite = {name: values[np.isfinite(values)] for name, values in finite.items()}
+    if hollow := [name for name, values in finite.items() if not len(values)]:
+        raise ValueError(f"group {hollow[0]!r} has no finite value")
+
+    def draw(axes: Any) -> None:
+        for place, (values, look) in enumerate(zip(finite.values(), _looks(), strict=False)):
+            axes.barh(place, values.mean(), height=0.62, color=look.colour, alpha=0.35)
+            spread = np.linspace(-0.18, 0.18, len(values)) if len(values) > 1 else np.zeros(1)
+            axes.plot(values, place + spread, ".", color=look.colour, markersize=5)
+            if len(values) > 1:
+                axes.errorbar(values.mean(), place, xerr=values.std(ddof=1), color=_INK, capsize=3, linewidth=1.2)
+        axes.set_yticks(range(len(finite)), list(finite))
+        axes.invert_yaxis()
+        axes.set_xlabel(ylabel)
+        axes.grid(False, axis="y")
+
+    return _svg(draw, height=0.9 + 0.34 * len(finite))
+
+
+def spectra(series: Mapping[str, Numbers], *, xlabel: str = "index", ylabel: str = "singular value") -> str:
+    """Spectra on a logarithmic axis against their index from 1; zeros leave a gap.
+
+    Raises:
+        ValueError: no series.
+    """
+    positive = {
+        name: np.where(np.asarray(values, dtype=float) > 0, np.asarray(values, dtype=float), np.nan)
+        for name, values in series.items()
+    }
+    lines = {name: Curve(range(1, len(values) + 1), values.tolist()) for name, values in positive.items()}
+    return curves(lines, xlabel=xlabel, ylabel=ylabel, log_y=True)
+
+
+def heat_map(
+    values: Sequence[Numbers] | np.ndarray,
+    *,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    label: str,
+) -> str:
+    """A matrix as coloured cells with labelled rows and columns, and a colour bar called ``label``.
+
+    Raises:
+        ValueError: the labels do not fit the matrix.
+    """
+    matrix = np.asarray(values, dtype=float)
+    if matrix.shape != (len(row_labels), len(column_labels)):
+        raise ValueError(
+            f"a matrix of shape {matrix.shape} has no {len(row_labels)} row and {len(column_labels)} column labels"
+        )
+
+    def draw(axes: Any) -> None:
+        # cividis is perceptually uniform also without red-green vision
+        mesh = axes.pcolormesh(np.ma.masked_invalid(matrix), cmap="cividis", linewidth=0)
+        axes.set_xticks(np.arange(matrix.shape[1]) + 0.5, column_labels, rotation=45, ha="right")
+        axes.set_yticks(np.arange(matrix.shape[0]) + 0.5, row_labels)
+        axes.invert_yaxis()
+        axes.grid(False)
+        axes.figure.colorbar(mesh, ax=axes, label=label)
+
+    return _svg(draw, height=1.2 + 0.22 * len(row_labels))
+
+
+@dataclass(frozen=True)
+class _Look:
+    colour: str
+    marker: str
+    dash: str
+
+
+def _looks() -> Any:
+    """Endless looks; colours, markers and dashes turn with different periods, so that repeats are far apart."""
+    return (_Look(*look) for look in zip(cycle(_SERIES), cycle(_MARKERS), cycle(_DASHES), strict=False))
+
+
+def _require(series: Mapping[str, Any]) -> None:
+    if not series:
+        raise ValueError("there is nothing to draw: no series were given")
+
+
+def _legend(axes: Any, count: int) -> None:
+    """Below the axes, where no line can run through it."""
+    if count > 1:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(count, 3), fontsize=9)
+
+
+def _svg(draw: Callable[[Any], None], height: float = 3.4) -> str:
+    """Let ``draw`` fill one pair of axes, and write the figure as an ``<svg>`` element (never through pyplot)."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(6.4, height))
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata=nothing)
+    text = re.sub(r"<!--.*?-->\s*", "", buffer.getvalue(), flags=re.DOTALL)  # comments repeat every label
+    return re.sub(r"<[^>]+>", lambda tag: _themed(tag.group()), text[text.index("<svg") :]).strip()
+
+
+def _themed(tag: str) -> str:
+    """Replace the stand-in colours inside one tag; sizes and namespaces of the root are the page's business."""
+    if tag.startswith("<svg"):
+        tag = re.sub(r' (width|height|xmlns(:\w+)?|version)="[^"]*"', "", tag).replace("<svg", '<svg role="img"', 1)
+    tag = tag.replace(_INK, "currentColor").replace(_GRID, "var(--grid, #d9d9d9)")
+    for index, (stand_in, (light, _)) in enumerate(zip(_SERIES, PALETTE, strict=True)):
+        tag = tag.replace(stand_in, f"var(--series-{index}, {light})")
+    return tag
