@@ -54,6 +54,12 @@ def test_dollar_signs_in_names_are_text_not_mathematics():
     assert ">cost $x$<" in bars({"cost $x$": [1.0]}, ylabel="y $z$")
 
 
+def test_logarithmic_ticks_are_plain_numbers():
+    svg = curves({"a": Curve([0.001, 0.1], [1, 1000])}, xlabel="lr", ylabel="y", log_x=True, log_y=True)
+    assert {"0.01", "100"} <= set(re.findall(r">([^<]+)</text>", svg))
+    assert "mathdefault" not in svg
+
+
 def test_every_colour_comes_from_the_page():
     svg = DRAWINGS["curves"]()
     assert "var(--series-0" in svg

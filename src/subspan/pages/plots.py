@@ -65,6 +65,14 @@ def curves(series: Mapping[str, Curve], *, xlabel: str, ylabel: str, log_x: bool
     Raises:
         ValueError: no series, or x and y (or a band) of different lengths.
     """
+    from matplotlib.ticker import LogFormatter
+
+    class PlainLogFormatter(LogFormatter):
+        """matplotlib's choice of ticks to label, written as plain numbers: mathematics in text is switched off."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
     _require(series)
 
     def draw(axes: Any) -> None:
@@ -76,7 +84,14 @@ def curves(series: Mapping[str, Curve], *, xlabel: str, ylabel: str, log_x: bool
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(curve.x, curve.low, curve.high, color=look.colour, alpha=0.15, linewidth=0)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
-        _legend(axes, len(series))
+        for axis, logarithmic in ((axes.xaxis, log_x), (axes.yaxis, log_y)):
+            if logarithmic:
+                axis.set_major_formatter(PlainLogFormatter())
+                axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1, 0.4)))
+        if not log_x and all(float(x).is_integer() for curve in series.values() for x in curve.x):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if len(series) > 1:  # below the axes, where no line can run through it
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(series), 3), fontsize=9)
 
     return _svg(draw)
 
@@ -167,12 +182,6 @@ def _looks() -> Any:
 def _require(series: Mapping[str, Any]) -> None:
     if not series:
         raise ValueError("there is nothing to draw: no series were given")
-
-
-def _legend(axes: Any, count: int) -> None:
-    """Below the axes, where no line can run through it."""
-    if count > 1:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(count, 3), fontsize=9)
 
 
 def _svg(draw: Callable[[Any], None], height: float = 3.4) -> str:
