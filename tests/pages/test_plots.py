@@ -60,6 +60,11 @@ def test_logarithmic_ticks_are_plain_numbers():
     assert "mathdefault" not in svg
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_logarithmic_axis_without_positive_values_is_drawn(value):
+    assert spectra({"zero matrix": [value, value]}).startswith("<svg")
+
+
 def test_every_colour_comes_from_the_page():
     svg = DRAWINGS["curves"]()
     assert "var(--series-0" in svg

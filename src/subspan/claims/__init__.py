@@ -1,6 +1,7 @@
 """Does a method do what its paper says, here, today?"""
 
 from subspan.claims.claim import Cell, Claim, MissingResults, Plot, Results, Row, Statement, Verdict
+from subspan.claims.report import write_report
 from subspan.claims.runner import claim_slugs, load_claim, run_claim
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "claim_slugs",
     "load_claim",
     "run_claim",
+    "write_report",
 ]

@@ -83,9 +83,14 @@ def curves(series: Mapping[str, Curve], *, xlabel: str, ylabel: str, log_x: bool
             axes.plot(curve.x, curve.y, look.dash, color=look.colour, marker=marker, markersize=4, label=name)
             if curve.low is not None and curve.high is not None:
                 axes.fill_between(curve.x, curve.low, curve.high, color=look.colour, alpha=0.15, linewidth=0)
-        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
-        for axis, logarithmic in ((axes.xaxis, log_x), (axes.yaxis, log_y)):
-            if logarithmic:
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        for axis, logarithmic, values in (
+            (axes.xaxis, log_x, [curve.x for curve in series.values()]),
+            (axes.yaxis, log_y, [curve.y for curve in series.values()]),
+        ):
+            # a logarithmic axis needs a positive number to stand on (a spectrum of zeros has none)
+            if logarithmic and any(np.any(np.asarray(points) > 0) for points in values):
+                axis.axes.set(**{f"{axis.axis_name}scale": "log"})
                 axis.set_major_formatter(PlainLogFormatter())
                 axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1, 0.4)))
         if not log_x and all(float(x).is_integer() for curve in series.values() for x in curve.x):
