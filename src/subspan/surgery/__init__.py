@@ -10,9 +10,12 @@ from subspan.surgery.factors import (
     shift_base,
 )
 from subspan.surgery.layers import (
+    Owned,
     base_layer,
     find_targets,
     is_matrix_layer,
+    matrix_layers,
+    owned_parameters,
     packed_rows,
     role_of,
     weight_matrix,
@@ -22,6 +25,7 @@ from subspan.surgery.layers import (
 __all__ = [
     "BaseShift",
     "FactorPair",
+    "Owned",
     "base_fingerprint",
     "base_layer",
     "check_base",
@@ -29,6 +33,8 @@ __all__ = [
     "factor_pairs",
     "find_targets",
     "is_matrix_layer",
+    "matrix_layers",
+    "owned_parameters",
     "packed_rows",
     "role_of",
     "shift_base",

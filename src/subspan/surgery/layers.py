@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -41,7 +42,7 @@ def role_of(name: str, module: nn.Module | None = None) -> str:
 
 def base_layer(module: nn.Module) -> nn.Module:
     """The layer under a peft wrapper, or the module itself."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # pyright: ignore[reportCallIssue]
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -81,6 +82,34 @@ def write_weight(module: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
     """Copy an out x in matrix into the layer's weight, in the weight's own dtype; the Parameter object stays."""
     # Copying keeps optimisers and hooks that hold the Parameter pointing at the live one.
     weight_matrix(module).copy_(matrix)
+
+
+class Owned(NamedTuple):
+    """A parameter, its name, the module it belongs to (the first, if several share it) and whether several do."""
+
+    name: str
+    param: nn.Parameter
+    module: nn.Module
+    shared: bool
+
+
+def owned_parameters(model: nn.Module) -> list[Owned]:
+    """Every parameter of the model once, in module order, with its owner: the module type says what it is for."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules():
+        for key, param in module.named_parameters(prefix, recurse=False):
+            owners.setdefault(param, []).append((key, module))
+    return [Owned(places[0][0], param, places[0][1], len(places) > 1) for param, places in owners.items()]
+
+
+def matrix_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> module of the layers ``weight_matrix`` can read, and embeddings; a peft wrapper stands for its layer."""
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "get_base_layer"))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (is_matrix_layer(module) or isinstance(base_layer(module), nn.Embedding)) and not name.startswith(wrappers)
+    }
 
 
 def find_targets(
