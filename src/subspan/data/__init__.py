@@ -1,0 +1,51 @@
+"""Real models and data without the network.
+
+Submodules load on first use: finding an asset needs neither torch nor datasets.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from subspan.data.assets import ASSETS, Asset, ModelSource, asset_path, find_asset, installed, model_source
+    from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
+    from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
+    from subspan.data.text import Labels, Splits, limit_words, load_reviews, load_text, pick_columns, split_data
+
+_HOMES = {
+    "assets": ("ASSETS", "Asset", "ModelSource", "asset_path", "find_asset", "installed", "model_source"),
+    "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
+    "synthetic": ("MisalignedMap", "misaligned_linear_map"),
+    "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ASSETS",
+    "Asset",
+    "DomainShift",
+    "Images",
+    "Labels",
+    "MisalignedMap",
+    "ModelSource",
+    "Splits",
+    "asset_path",
+    "digits",
+    "digits_domain_shift",
+    "find_asset",
+    "installed",
+    "limit_words",
+    "load_reviews",
+    "load_text",
+    "misaligned_linear_map",
+    "mnist5k",
+    "model_source",
+    "pick_columns",
+    "split_data",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
