@@ -8,14 +8,14 @@ import bz2
 import csv
 import difflib
 import gzip
+import io
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -138,14 +138,14 @@ def _read_parquet(path: Path, datasets: Any) -> "Dataset":
         raise DataError(f"{path} is not a parquet file: {error}") from error
 
 
-def _open(path: Path) -> IO[str]:
+def _open(path: Path) -> io.TextIOBase:
     """Text of a plain or compressed file; a byte order mark, as Excel writes it, is not part of the first column."""
     opener: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix.lower(), open)
     return opener(path, "rt", encoding="utf-8-sig", newline="")
 
 
 def _read_delimited(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default refuses cells beyond 128 KiB; C long caps it
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells beyond 128 KiB; this is the most a C long always holds
     with _open(path) as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
