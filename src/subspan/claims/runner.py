@@ -268,8 +268,9 @@ def run_claim(
             "source": fingerprint,
         }
     )
-    write_text(path.with_suffix(".json"), json.dumps(outcome, indent=1, default=float, allow_nan=False) + "\n")
-    return outcome
+    text = json.dumps(outcome, indent=1, default=float, allow_nan=False)
+    write_text(path.with_suffix(".json"), text + "\n")
+    return json.loads(text)
 
 
 def _finite(value: Any) -> Any:
