@@ -1,6 +1,8 @@
 """Questions asked of results, and verdicts on statements."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,3 +87,14 @@ def test_a_statement_that_cannot_be_measured_does_not_hold_and_says_why(measure,
     assert verdict.holds is False
     assert verdict.measured is None
     assert problem in verdict.problem
+
+
+def test_the_example_of_the_documentation_runs_and_holds():
+    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text("utf-8")
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1), names)
+    claim = names["CLAIM"]
+    rows = [row for cell in claim.cells(False) for seed in claim.seeds for row in cell.run(seed, False, **cell.params)]
+    verdict = claim.statements[0].judge(Results(rows))
+    assert verdict.holds
+    assert 0.15 <= verdict.measured <= 0.35

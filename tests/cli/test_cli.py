@@ -82,6 +82,7 @@ def test_claims_list_and_report(tmp_path):
         "claims": [{"slug": "toy", "title": "Toy title", "source": "Toy source"}]
     }
     assert "Toy title" in call("claims", "list").stdout
+    assert call("claims", "list", "--names").stdout == "toy\n"
     call("claims", "run", "toy", "--jobs", "1", "--runs", str(tmp_path))
     result = call("claims", "report", "--json", "--runs", str(tmp_path))
     assert json.loads(result.stdout) == {"report": str(tmp_path / "report.html"), "claims": ["toy"]}

@@ -13,10 +13,16 @@ Runs = Annotated[Path, typer.Option("--runs", help="Folder of the results.")]
 
 
 @app.command("list")
-def list_claims(as_json: AsJson = False) -> None:
+def list_claims(
+    names: Annotated[bool, typer.Option("--names", help="Print the slugs only, one a line.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """List the claims."""
     from subspan.claims import claim_slugs, load_claim
 
+    if names:
+        print("\n".join(claim_slugs()))
+        return
     found = [load_claim(slug) for slug in claim_slugs()]
     if as_json:
         print(json.dumps({"claims": [{"slug": c.slug, "title": c.title, "source": c.source} for c in found]}))
