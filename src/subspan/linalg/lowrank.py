@@ -34,7 +34,10 @@ def fix_signs(svd: SVD) -> SVD:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Z = A Bᵀ, with A (m x r) and B (n x r) in floating point of one dtype on one device."""
+    """Z = A Bᵀ, with A (m x r) and B (n x r) in floating point of one dtype on one device.
+
+    The geometry (svd, balance, norm, tangent, retract, align_to) allows equal leading batch dimensions on both.
+    """
 
     A: Tensor
     B: Tensor
@@ -58,7 +61,7 @@ class LowRank:
         """Number of columns of the factors, an upper bound of the rank of Z."""
         return self.A.shape[-1]
 
-    def dense(self) -> Float[Tensor, "m n"]:
+    def dense(self) -> Float[Tensor, "*b m n"]:
         return self.A @ self.B.mT
 
     def svd(self) -> SVD:
@@ -72,10 +75,10 @@ class LowRank:
         """The same Z with AᵀA = BᵀB = S, by the sign-fixed SVD: a canonical gauge."""
         return LowRank.from_svd(self.svd())
 
-    def imbalance(self) -> Float[Tensor, ""]:
+    def imbalance(self) -> Float[Tensor, "*b"]:
         """|AᵀA - BᵀB|_F / |AᵀA|_F: zero in a balanced gauge."""
         m, n = self.A.mT @ self.A, self.B.mT @ self.B
-        return torch.linalg.norm(m - n) / torch.linalg.norm(m)
+        return torch.linalg.matrix_norm(m - n) / torch.linalg.matrix_norm(m)
 
     def regauge(self, r: Float[Tensor, "r r"]) -> "LowRank":
         """The same Z from (A R, B R⁻ᵀ), R invertible."""
@@ -86,9 +89,9 @@ class LowRank:
         q = nearest_orthogonal(self.A.mT @ reference.A + self.B.mT @ reference.B)
         return LowRank(self.A @ q, self.B @ q)
 
-    def norm(self) -> Float[Tensor, ""]:
+    def norm(self) -> Float[Tensor, "*b"]:
         """Frobenius norm, from the R factors (Grams would square the condition number)."""
-        return torch.linalg.norm(torch.linalg.qr(self.A).R @ torch.linalg.qr(self.B).R.mT)
+        return torch.linalg.matrix_norm(torch.linalg.qr(self.A).R @ torch.linalg.qr(self.B).R.mT)
 
     def inner(self, other: "LowRank") -> Float[Tensor, ""]:
         """<Z, Z'>_F = sum of (AᵀA') * (BᵀB'), O((m + n) r r')."""
@@ -150,18 +153,17 @@ class LowRank:
 
     def tangent(self) -> "TangentSpace":
         """Tangent space at Z of the manifold of m x n matrices of rank r; needs both factors of full column rank."""
-        qa, ra = torch.linalg.qr(self.A)
-        qb, rb = torch.linalg.qr(self.B)
-        p, s, wh = torch.linalg.svd(ra @ rb.mT)
-        if not bool(s[..., -1] > torch.finfo(s.dtype).eps * s[..., 0]):
+        u, s, v = self.svd()  # sign-fixed: coordinates, and noise drawn in them, are functions of Z alone
+        ratio = float((s[..., -1] / s[..., 0]).nan_to_num(0.0).min()) if s.shape[-1] == self.rank else 0.0
+        if not ratio > torch.finfo(s.dtype).eps:
             raise ValueError(
-                f"the {self.shape[0]} x {self.shape[1]} matrix of factor rank {self.rank} is rank deficient (singular "
-                f"values from {float(s[..., -1]):.3g} to {float(s[..., 0]):.3g}): it has no tangent space"
+                f"the {self.shape[0]} x {self.shape[1]} matrix of factor rank {self.rank} is rank deficient (smallest "
+                f"singular value {ratio:.1e} of the largest): it has no tangent space"
             )
-        return TangentSpace(qa @ p, s, qb @ wh.mT, p.mT @ ra, wh @ rb)
+        return TangentSpace(u, s, v, u.mT @ self.A, v.mT @ self.B)
 
-    def retract(self, dA: Float[Tensor, "m r"], dB: Float[Tensor, "n r"], step: float) -> "LowRank":
-        """Best rank-r approximation of Z + step (dA Bᵀ + A dBᵀ), in balanced factors, O((m + n) r²).
+    def retract(self, dA: Float[Tensor, "*b m r"], dB: Float[Tensor, "*b n r"], step: float) -> "LowRank":
+        """Best rank-r approximation of Z + step (dA Bᵀ + A dBᵀ), in sign-fixed balanced factors, O((m + n) r²).
 
         There is no step² dA dBᵀ term. If fewer than r singular values survive, the last columns are zero.
         """
@@ -172,7 +174,7 @@ class LowRank:
         qu, ru = torch.linalg.qr(torch.cat([self.A, dA], -1))
         qv, rv = torch.linalg.qr(torch.cat([self.B, dB], -1))
         u, s, vh = torch.linalg.svd(ru @ core @ rv.mT)
-        return LowRank.from_svd(SVD(qu @ u[:, :r], s[:r], qv @ vh.mT[:, :r]))
+        return LowRank.from_svd(fix_signs(SVD(qu @ u[..., :r], s[..., :r], qv @ vh.mT[..., :r])))
 
 
 class TangentVector(NamedTuple):
@@ -221,13 +223,14 @@ class TangentSpace:
         With A = U TA and B = V TB: G V = gA TB⁻¹ and Gᵀ U = gB TA⁻¹, so the error grows with cond(B), not cond(B)².
         """
         inv_a, inv_b = self._inverses
-        return self._split(gA @ inv_b, gB @ inv_a)
+        return self.split(gA @ inv_b, gB @ inv_a)
 
     def coordinates_of(self, G: Float[Tensor, "*b m n"]) -> TangentVector:
         """Coordinates of P(G) for a dense G."""
-        return self._split(G @ self.V, G.mT @ self.U)
+        return self.split(G @ self.V, G.mT @ self.U)
 
-    def _split(self, gv: Tensor, gu: Tensor) -> TangentVector:
+    def split(self, gv: Float[Tensor, "*b m r"], gu: Float[Tensor, "*b n r"]) -> TangentVector:
+        """Coordinates of P(G) from gv = G V and gu = Gᵀ U."""
         x = self.U.mT @ gv
         return TangentVector(x, gv - self.U @ x, gu - self.V @ x.mT)
 
@@ -242,6 +245,10 @@ class TangentSpace:
         inv_a, inv_b = self._inverses
         return (v.Up + 0.5 * self.U @ v.X) @ inv_b.mT, (v.Vp + 0.5 * self.V @ v.X.mT) @ inv_a.mT
 
+    def factor_gradients(self, v: TangentVector) -> tuple[Tensor, Tensor]:
+        """(G B, Gᵀ A) for the tangent vector G = v: what back-propagation would leave on the factors."""
+        return (self.U @ v.X + v.Up) @ self.TB, (self.V @ v.X.mT + v.Vp) @ self.TA
+
     def dense(self, v: TangentVector) -> Float[Tensor, "*b m n"]:
         return (self.U @ v.X + v.Up) @ self.V.mT + self.U @ v.Vp.mT
 
@@ -250,11 +257,15 @@ class TangentSpace:
         return self.dense(self.coordinates_of(G))
 
     def gaussian(self, generator: torch.Generator | None = None) -> TangentVector:
-        """A draw with the law of P(Ξ), Ξ an m x n matrix of iid N(0, 1), from r (m + n + r) normal numbers."""
+        """A draw with the law of P(Ξ), Ξ an m x n matrix of iid N(0, 1), from r (m + n + r) normal numbers.
 
-        def normal(like: Tensor, n: int) -> Tensor:
-            return torch.randn(n, like.shape[-1], generator=generator, dtype=like.dtype, device=like.device)
+        The numbers are drawn on the generator's device.
+        """
 
-        up, vp = normal(self.U, self.U.shape[-2]), normal(self.V, self.V.shape[-2])
-        x = normal(self.U, self.U.shape[-1])
+        def normal(*shape: int) -> Tensor:
+            where = self.U.device if generator is None else generator.device
+            return torch.randn(*shape, generator=generator, dtype=self.U.dtype, device=where).to(self.U.device)
+
+        up, vp = normal(*self.U.shape), normal(*self.V.shape)
+        x = normal(*self.S.shape, self.S.shape[-1])
         return TangentVector(x, up - self.U @ (self.U.mT @ up), vp - self.V @ (self.V.mT @ vp))
