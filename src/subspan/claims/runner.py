@@ -154,24 +154,30 @@ def _append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _execute(
-    tasks: Sequence[tuple[Cell, int]], smoke: bool, jobs: int, backend: Literal["loky", "ray"]
+    tasks: Sequence[tuple[Cell, int]], smoke: bool, jobs: int | None, backend: Literal["loky", "ray"]
 ) -> Generator[tuple[int, list[Row], float], None, None]:
     """Run tasks in processes of one thread each; give (index, rows, seconds) as they finish."""
     import joblib
 
+    calls = [joblib.delayed(_indexed_task)(index, *task, smoke) for index, task in enumerate(tasks)]
     if backend == "ray":
         try:
+            import ray  # pyright: ignore[reportMissingImports]
             from ray.util.joblib import register_ray  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MissingExtra("--backend ray needs Ray, which is not installed: pip install ray") from error
+        ray.init(ignore_reinit_error=True)  # the cluster of RAY_ADDRESS, or a local one
         register_ray()
-        config = joblib.parallel_config("ray", n_jobs=jobs)
-    else:
-        config = joblib.parallel_config("loky", n_jobs=jobs, inner_max_num_threads=1)
-    with config:
-        parallel = joblib.Parallel(return_as="generator_unordered")
-        calls = (joblib.delayed(_indexed_task)(index, *task, smoke) for index, task in enumerate(tasks))
-        yield from cast(Generator[tuple[int, list[Row], float], None, None], parallel(calls))
+        with joblib.parallel_config("ray", n_jobs=-1 if jobs is None else jobs):
+            # Ray's backend gives a list when all is done; rounds as wide as the cluster keep what each round finished
+            width = joblib.effective_n_jobs()
+            for start in range(0, len(calls), width):
+                yield from cast(list[tuple[int, list[Row], float]], joblib.Parallel()(calls[start : start + width]))
+        return
+    processes = min(jobs or os.cpu_count() or 1, len(tasks))
+    with joblib.parallel_config("loky", n_jobs=processes, inner_max_num_threads=1):
+        finished = joblib.Parallel(return_as="generator_unordered")(calls)
+        yield from cast(Generator[tuple[int, list[Row], float], None, None], finished)
 
 
 def _indexed_task(index: int, cell: Cell, seed: int, smoke: bool) -> tuple[int, list[Row], float]:
@@ -209,7 +215,7 @@ def run_claim(
         claim: what to measure.
         smoke: the same path in seconds; the numbers prove nothing.
         seeds: how many seeds (default: the claim's own).
-        jobs: worker processes, one thread each (default: one per core).
+        jobs: worker processes, one thread each (default: one per core of this machine, or of the Ray cluster).
         fresh: measure everything again, also what an earlier run of the same sources finished.
         folder: results go to ``folder/<slug>/``; a later call resumes from there.
         backend: joblib backend; ``"ray"`` runs on a Ray cluster.
@@ -244,7 +250,7 @@ def run_claim(
     reused = sum(key in done for key in keys)
     missing = [task for task, key in zip(tasks, keys, strict=True) if key not in done]
 
-    finished = _execute(missing, smoke, min(jobs or os.cpu_count() or 1, max(len(missing), 1)), backend)
+    finished = _execute(missing, smoke, jobs, backend)
     with _progress(claim.slug, len(tasks), reused, show=progress) as advance, contextlib.closing(finished):
         for index, rows, seconds in finished if missing else ():
             cell, seed = missing[index]
