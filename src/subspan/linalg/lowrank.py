@@ -230,9 +230,13 @@ class TangentSpace:
         return self.split(G @ self.V, G.mT @ self.U)
 
     def split(self, gv: Float[Tensor, "*b m r"], gu: Float[Tensor, "*b n r"]) -> TangentVector:
-        """Coordinates of P(G) from gv = G V and gu = Gᵀ U."""
+        """Coordinates of P(G) from gv = G V and gu = Gᵀ U.
+
+        Each part is projected by itself: |X|² + |Up|² = |gv|² and |Vp|² = |gu|² - |Vᵀ gu|² hold to rounding even where
+        half-precision inputs make the two disagree about X.
+        """
         x = self.U.mT @ gv
-        return TangentVector(x, gv - self.U @ x, gu - self.V @ x.mT)
+        return TangentVector(x, gv - self.U @ x, gu - self.V @ (self.V.mT @ gu))
 
     def coordinates_of_lift(self, dA: Float[Tensor, "*b m r"], dB: Float[Tensor, "*b n r"]) -> TangentVector:
         """Coordinates of dA Bᵀ + A dBᵀ (always a tangent vector)."""

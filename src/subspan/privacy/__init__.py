@@ -1,0 +1,20 @@
+"""What may the model reveal? Differentially private LoRA: PRISM, its peers, and one engine and accountant for all."""
+
+from subspan.privacy.accounting import NoiseMultiplier, noise_multiplier
+from subspan.privacy.engine import PrismConfig, PrismPrivacy
+from subspan.privacy.prism import Prism
+from subspan.privacy.sampling import PoissonBatchSampler, empty_safe, micro_batches
+from subspan.privacy.starts import balanced_random_init, spectral_init
+
+__all__ = [
+    "NoiseMultiplier",
+    "PoissonBatchSampler",
+    "Prism",
+    "PrismConfig",
+    "PrismPrivacy",
+    "balanced_random_init",
+    "empty_safe",
+    "micro_batches",
+    "noise_multiplier",
+    "spectral_init",
+]

@@ -1,0 +1,89 @@
+"""How much noise a budget needs, and what it has cost: Opacus' accountants for the Poisson-sampled Gaussian."""
+
+import math
+import warnings
+from typing import Any, Literal, NamedTuple
+
+from subspan.errors import MissingExtra, PrivacyError
+
+Mechanism = Literal["prv", "rdp"]
+
+
+class NoiseMultiplier(NamedTuple):
+    """sigma, and the accountant under which it meets the budget (not the one asked for if that one failed)."""
+
+    sigma: float
+    accountant: Mechanism
+
+
+def make_accountant(mechanism: Mechanism) -> Any:
+    """A fresh Opacus accountant."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # opacus warns about unrelated optional parts while it loads
+            from opacus.accountants import create_accountant
+    except ImportError as error:
+        raise MissingExtra('private training needs opacus: pip install "subspan[tune]"') from error
+    return create_accountant(mechanism=mechanism)
+
+
+def noise_multiplier(
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: Mechanism = "prv"
+) -> NoiseMultiplier:
+    """The smallest sigma (to 0.01 in epsilon) whose ``steps`` releases at ``sample_rate`` cost at most the target.
+
+    "prv" (numerical composition, tight) falls back to "rdp" (looser, robust) with a warning where it fails
+    numerically; the result says which one holds.
+
+    Raises:
+        ValueError: an argument is out of range.
+        PrivacyError: no noise reaches the target with so many steps.
+    """
+    _check_budget(target_epsilon, target_delta)
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    make_accountant(accountant)
+    from opacus.accountants.utils import get_noise_multiplier
+
+    def search(mechanism: Mechanism) -> float:
+        return get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant=mechanism,
+        )
+
+    try:
+        sigma = search(accountant)
+        if math.isfinite(sigma):
+            return NoiseMultiplier(sigma, accountant)
+        problem = f"sigma = {sigma}"
+    except Exception as error:  # numerical failures come as ValueError, RuntimeError, OverflowError or MemoryError
+        problem = f"{type(error).__name__}: {error}"
+    if accountant == "prv":
+        try:
+            sigma = search("rdp")
+        except ValueError as error:
+            raise _unreachable(target_epsilon, target_delta, sample_rate, steps) from error
+        warnings.warn(
+            f"the PRV accountant failed ({problem}); sigma comes from the looser RDP accountant", stacklevel=2
+        )
+        return NoiseMultiplier(sigma, "rdp")
+    raise _unreachable(target_epsilon, target_delta, sample_rate, steps)
+
+
+def _unreachable(epsilon: float, delta: float, sample_rate: float, steps: int) -> PrivacyError:
+    return PrivacyError(
+        f"epsilon={epsilon:g} at delta={delta:g} is not reachable in {steps} steps at sampling rate {sample_rate:.3g}, "
+        "whatever the noise: take fewer steps, a smaller batch, or a larger epsilon or delta"
+    )
+
+
+def _check_budget(epsilon: float, delta: float) -> None:
+    if not epsilon > 0:
+        raise ValueError(f"target_epsilon must be positive, got {epsilon}")
+    if not 0 < delta < 1:
+        raise ValueError(f"target_delta must lie in (0, 1), got {delta}")

@@ -1,0 +1,42 @@
+"""Non-zero starts of LoRA factors that look at no data: PRISM needs both factors of full rank."""
+
+from collections.abc import Iterable
+
+import torch
+
+from subspan.linalg import LowRank, random_orthonormal, randomized_svd
+from subspan.surgery import FactorPair, base_layer, weight_matrix
+
+
+def _check_rank(pair: FactorPair) -> None:
+    m, n, r = pair.shape
+    if r > min(m, n):
+        raise ValueError(f"{pair.name}: rank {r} exceeds min(m, n) = {min(m, n)}; lower r for this layer")
+
+
+def spectral_init(pairs: Iterable[FactorPair], generator: torch.Generator | None = None) -> None:
+    """(3.5) s A Bᵀ = the leading rank-r part of W0, balanced. Take it out of the base with ``surgery.shift_base``.
+
+    Raises ``TargetError`` for quantised base weights.
+    """
+    for pair in pairs:
+        _check_rank(pair)
+        w = weight_matrix(base_layer(pair.layer))
+        w = w.to(torch.promote_types(w.dtype, torch.float32))
+        # on the generator's device, so that one seed gives one start wherever the model lies
+        if generator is not None:
+            w = w.to(generator.device)
+        svd = randomized_svd(w, pair.shape[2], oversample=8, power=2, generator=generator)
+        pair.write(LowRank.from_svd(svd._replace(S=svd.S / pair.scaling)))
+
+
+def balanced_random_init(
+    pairs: Iterable[FactorPair], scale: float = 0.02, generator: torch.Generator | None = None
+) -> None:
+    """(3.5) A = c Q, B = c Q' with random orthonormal columns and c = ``scale``: a small, balanced, full-rank Z."""
+    for pair in pairs:
+        _check_rank(pair)
+        m, n, r = pair.shape
+        where = None if generator is None else generator.device
+        a, b = (random_orthonormal(k, r, generator=generator, device=where) for k in (m, n))
+        pair.write(LowRank(scale * a, scale * b))
