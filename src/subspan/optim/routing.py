@@ -114,7 +114,8 @@ def build_muon_groups(
     """Parameter groups for ``MuonAdamW``: "muon", "adamw" and, for vectors, "adamw_no_decay".
 
     Every trainable parameter is in exactly one group, with its name. ``report=print`` shows each one's shape, group,
-    scale and the reason. The other options are those of ``route_parameters``. Raises ``ValueError`` if nothing is trainable.
+    scale and the reason. The other options are those of ``route_parameters``. Raises ``ValueError`` if nothing is
+    trainable.
     """
     routes = route_parameters(model, lora_everywhere=lora_everywhere, adamw_pattern=adamw_pattern)
     groups: dict[str, dict[str, Any]] = {}

@@ -66,7 +66,7 @@ def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
     layer = base_layer(module)
     if not is_matrix_layer(layer):
         raise TargetError(f"{type(layer).__name__} has no weight that reads as one out x in matrix")
-    weight = layer.weight.detach()
+    weight: Tensor = layer.weight.detach()  # pyright: ignore[reportCallIssue]
     if not weight.is_floating_point():
         raise TargetError(
             f"{type(layer).__name__} holds a quantised weight ({weight.dtype}); dequantise the model first"
