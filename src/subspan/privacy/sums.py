@@ -1,7 +1,11 @@
-"""Clipped sums of per-example gradients, and the noisy mean that is released from them."""
+"""Clipped sums of per-example gradients, and the noisy mean that is released from them.
+
+A step of both classes: ``begin`` at the parameters' present values; for every micro-batch ``take`` the back-propagated
+layers, give ``norm_sq`` of the examples, ``add`` them with the engine's weights and ``forget`` them; then ``release``
+sum / divisor plus noise into ``.grad``.
+"""
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -17,42 +21,6 @@ from subspan.surgery.per_example import (
     as_stored,
     example_gradients,
 )
-
-
-class GradientSum(Protocol):
-    """One group of parameters: takes back-propagated layers, gives norms, sums what the engine weights."""
-
-    name: str
-
-    def layers(self) -> Mapping[str, nn.Module]:
-        """The layers whose gradients it takes, by the name it is told."""
-        ...
-
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The live Parameters whose ``.grad`` it releases."""
-        ...
-
-    def begin(self) -> None:
-        """Start a step at the parameters' present values."""
-        ...
-
-    def take(self, layer: str, gradient: LayerGradient) -> None: ...
-
-    def norm_sq(self) -> Float[Tensor, " b"] | None:
-        """Squared norms of the examples taken and not forgotten (None if no gradient reached these layers)."""
-        ...
-
-    def add(self, weights: Float[Tensor, " b"]) -> None:
-        """Add the weighted gradients of the examples to the step's sum."""
-        ...
-
-    def forget(self) -> None:
-        """Drop the examples' gradients."""
-        ...
-
-    def release(self, std: float, divisor: float, generator: torch.Generator) -> None:
-        """Write sum / divisor plus Gaussian noise of ``std`` into ``.grad``."""
-        ...
 
 
 def gaussian_like(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -71,9 +39,11 @@ class LayerSum:
         self.begin()
 
     def layers(self) -> Mapping[str, nn.Module]:
+        """The layers whose gradients it takes, by the name it is told."""
         return {self.name: self.module}
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The live Parameters whose ``.grad`` it releases."""
         found = {f"{self.name}.weight": self.module.weight}
         if self.bias is not None:
             found[f"{self.name}.bias"] = self.module.bias
@@ -90,6 +60,7 @@ class LayerSum:
             self._bias_examples = b if self._bias_examples is None else self._bias_examples + b
 
     def norm_sq(self) -> Float[Tensor, " b"] | None:
+        """Squared norms of the examples taken and not forgotten (None if no gradient reached this layer)."""
         if self._weight_examples is None:
             return None
         total = self._weight_examples.norm_sq()
@@ -188,3 +159,6 @@ def factor_sums(pair: FactorPair, *, both: bool) -> Iterator[LayerSum]:
     yield LayerSum(f"{pair.name}.lora_B", layer.lora_B[adapter])  # pyright: ignore
     if both:
         yield LayerSum(f"{pair.name}.lora_A", layer.lora_A[adapter])  # pyright: ignore
+
+
+GradientSum = TangentSum | LayerSum

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -21,37 +21,22 @@ from subspan.errors import TargetError
 from subspan.surgery.layers import is_matrix_layer
 
 
-class ExampleGradients(Protocol):
-    """The p x q gradients of b examples with respect to one matrix."""
-
-    def norm_sq(self) -> Float[Tensor, " b"]:
-        """Squared Frobenius norm of each example's gradient."""
-        ...
-
-    def weighted_sum(self, weights: Float[Tensor, " b"]) -> Float[Tensor, "p q"]:
-        """Sum over the examples of weight times gradient."""
-        ...
-
-    def left_multiply(self, basis: Float[Tensor, "p k"]) -> "ExampleGradients":
-        """basisᵀ times each example's gradient."""
-        ...
-
-    def dense(self) -> Float[Tensor, "b p q"]: ...
-
-
 @dataclass(frozen=True)
 class Stacked:
-    """Gradients formed one by one: b p q numbers."""
+    """The p x q gradients of b examples with respect to one matrix, formed one by one: b p q numbers."""
 
     values: Float[Tensor, "b p q"]
 
     def norm_sq(self) -> Float[Tensor, " b"]:
+        """Squared Frobenius norm of each example's gradient."""
         return torch.linalg.vector_norm(self.values.flatten(1), dim=1).square()
 
     def weighted_sum(self, weights: Float[Tensor, " b"]) -> Float[Tensor, "p q"]:
+        """Sum over the examples of weight times gradient."""
         return (weights @ self.values.flatten(1)).view(self.values.shape[1:])
 
     def left_multiply(self, basis: Float[Tensor, "p k"]) -> "Stacked":
+        """basisᵀ times each example's gradient."""
         return Stacked(basis.mT @ self.values)
 
     def dense(self) -> Float[Tensor, "b p q"]:
@@ -82,7 +67,10 @@ class Ghost:
         return self.left.mT @ self.right
 
 
-def example_gradients(left: Float[Tensor, "b t p"], right: Float[Tensor, "b t q"]) -> Stacked | Ghost:
+ExampleGradients = Stacked | Ghost
+
+
+def example_gradients(left: Float[Tensor, "b t p"], right: Float[Tensor, "b t q"]) -> ExampleGradients:
     """left_iᵀ right_i in the cheaper form.
 
     Forming a gradient costs T p q and keeps p q numbers; the ghost form costs T² (p + q) for its norm and keeps
