@@ -5,7 +5,7 @@ powers. A factor is held whole (``DenseCovariance``) or by its leading eigenpair
 (``SpikedCovariance``, for wide layers seen through a sketch); both answer the same questions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ class DenseCovariance:
     """A symmetric positive semi-definite ``matrix`` (n x n)."""
 
     matrix: Tensor
+    _leading: dict[int, Eigh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def dim(self) -> int:
@@ -37,11 +38,18 @@ class DenseCovariance:
         values, vectors = torch.linalg.eigh(self.matrix)
         return Eigh(values.flip(-1), vectors.flip(-1))
 
-    def leading(self, k: int, generator: torch.Generator | None = None) -> Eigh:
-        """The leading ``k`` eigenpairs, by block Krylov where that is cheaper than the whole decomposition."""
+    def leading(self, k: int) -> Eigh:
+        """The leading ``k`` eigenpairs, by block Krylov where that is cheaper than the whole decomposition.
+
+        Found once for each k: layers often share a covariance. The solver starts from a fixed random block, so the
+        result is a function of the matrix.
+        """
         if "eigh" in self.__dict__:
             return Eigh(self.eigh.values[:k], self.eigh.vectors[:, :k])
-        return leading_eigh(self.matrix, k, generator=generator)
+        if k not in self._leading:
+            start = torch.Generator(self.matrix.device).manual_seed(0)
+            self._leading[k] = leading_eigh(self.matrix, k, generator=start)
+        return self._leading[k]
 
     def apply(self, x: Float[Tensor, "n *c"]) -> Float[Tensor, "n *c"]:
         return self.matrix @ x
@@ -92,7 +100,7 @@ class SpikedCovariance:
     def trace(self) -> Float[Tensor, ""]:
         return self.values.sum() + self.floor * (self.dim - self.values.shape[0])
 
-    def leading(self, k: int, generator: torch.Generator | None = None) -> Eigh:
+    def leading(self, k: int) -> Eigh:
         """The leading ``k`` eigenpairs; raises ``ValueError`` beyond those that are kept."""
         if k > self.values.shape[0]:
             raise ValueError(f"only {self.values.shape[0]} leading eigenpairs were kept, {k} are wanted")

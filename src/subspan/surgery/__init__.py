@@ -21,14 +21,32 @@ from subspan.surgery.layers import (
     weight_matrix,
     write_weight,
 )
+from subspan.surgery.moments import (
+    Bernoulli,
+    Categorical,
+    Corrected,
+    FisherStats,
+    Gaussian,
+    LayerMoments,
+    Likelihood,
+    collect_fisher,
+)
 
 __all__ = [
     "BaseShift",
+    "Bernoulli",
+    "Categorical",
+    "Corrected",
     "FactorPair",
+    "FisherStats",
+    "Gaussian",
+    "LayerMoments",
+    "Likelihood",
     "Owned",
     "base_fingerprint",
     "base_layer",
     "check_base",
+    "collect_fisher",
     "export_plain_lora",
     "factor_pairs",
     "find_targets",
