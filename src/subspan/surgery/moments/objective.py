@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ Positions = Literal["attended", "labelled"]
 MAX_CLASSES = 16
 
 
+@runtime_checkable
 class Likelihood(Protocol):
     """A predictive distribution given a model's outputs."""
 
