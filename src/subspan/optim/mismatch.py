@@ -96,14 +96,19 @@ def _fingerprint(model: nn.Module, groups: Literal["auto"] | Grouping) -> list[d
 
 
 def _attention_parts(model: nn.Module, name: str, layer: nn.Module) -> dict[str, Tensor] | None:
-    """The q, k and v rows of a packed projection, or None if it is not packed or the heads are unknown."""
+    """The q, k and v rows of a packed projection, or None if it is not packed or its layout is unknown."""
     config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if role_of(name, layer) != "qkv" or not isinstance(heads, int):
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if role_of(name, layer) != "qkv" or not isinstance(heads, int) or not isinstance(width, int):
         return None
     weight = weight_matrix(layer)
-    rows = packed_rows(name, layer, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None))
-    return {role: weight[index] for role, index in rows.items()}
+    size = getattr(config, "head_dim", None) or width // heads
+    # Models name their number of key and value heads differently; the number of rows tells it.
+    kv_heads, rest = divmod(weight.shape[0] - heads * size, 2 * size)
+    if rest or kv_heads < 1 or (name.endswith("query_key_value") and 1 < kv_heads < heads):
+        return None
+    rows = packed_rows(name, layer, heads=heads, kv_heads=kv_heads)
+    return {role: weight[index.to(weight.device)] for role, index in rows.items()}
 
 
 @torch.no_grad()
@@ -127,7 +132,8 @@ def update_strength(
         pair = pairs.get(name)
         if before is None and pair is None:
             continue
-        weight = weight_matrix(module).float()
+        trained = dict(getattr(module, "modules_to_save", {})).get(adapter_name, module)
+        weight = weight_matrix(trained).float()
         update = torch.zeros_like(weight) if pair is None else pair.scaling * pair.low_rank().dense()
         origin = weight
         if before is not None:

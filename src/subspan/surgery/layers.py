@@ -11,26 +11,29 @@ from torch import Tensor, nn
 
 from subspan.errors import TargetError
 
-# The first pattern that matches the last parts of a module's name decides; the order matters ("up" is in "c_up").
+# The first pattern that matches the last parts of a module's name decides, so the order matters: a classifier may have
+# an "out_proj", T5 and Llama's own code both have a "wo".
 _ROLES = (
+    ("head", r"(lm_head|(pre_)?classifier|score|embed_out|head|out_proj_head|cls\.predictions)(\..*)?$"),
     ("qkv", r"(c_attn|query_key_value|qkv_proj|qkv|wqkv|in_proj)$"),
-    ("q", r"(q_proj|q_lin|query|to_q|wq|q)$"),
-    ("k", r"(k_proj|k_lin|key|to_k|wk|k)$"),
-    ("v", r"(v_proj|v_lin|value|to_v|wv|v)$"),
+    ("q", r"(q_proj|q_lin|query|query_proj|to_q|wq|q)$"),
+    ("k", r"(k_proj|k_lin|key|key_proj|to_k|wk|k)$"),
+    ("v", r"(v_proj|v_lin|value|value_proj|to_v|wv|v)$"),
     (
         "o",
-        r"(o_proj|out_proj|out_lin|to_out|attention\.output\.dense|attention\.dense|attn\.c_proj|wo|attn\.o|attention\.o)$",
+        r"(o_proj|out_proj|out_lin|to_out|\w*attention\.output\.dense|\w*attention\.dense|attn\.c_proj"
+        r"|\w*(attn|attention)\.w?o)$",
     ),
     ("gate", r"(gate_proj|gate|w1|wi_0)$"),
-    ("up", r"(up_proj|c_fc|fc1|lin1|intermediate\.dense|dense_h_to_4h|w3|wi|wi_1|up)$"),
-    ("down", r"(down_proj|fc2|lin2|output\.dense|dense_4h_to_h|mlp\.c_proj|w2|wo_1|down)$"),
-    ("head", r"(lm_head|classifier|score|embed_out|head|out_proj_head)(\..*)?$"),
-    ("embed", r"(embed_tokens|wte|wpe|embeddings?(\.\w+)?|shared|emb)$"),
+    ("up", r"(up_proj|gate_up_proj|c_fc|fc1|lin1|intermediate\.dense|dense_h_to_4h|w3|wi|wi_1|ffn|up)$"),
+    ("down", r"(down_proj|fc2|lin2|output\.dense|dense_4h_to_h|mlp\.c_proj|w2|wo|ffn_output|down)$"),
+    ("embed", r"(embed_tokens|wte|wpe|(\w+_)?embeddings?(\.\w+)*|shared|emb)$"),
 )
 
 
 def role_of(name: str, module: nn.Module | None = None) -> str:
-    """What a layer does, from its name: q, k, v, o, qkv (packed), gate, up, down, head, embed, or other."""
+    """What a layer does, from its name: q, k, v, o, qkv (packed), gate, up (also gate and up packed), down, head,
+    embed, or other."""
     if isinstance(module, nn.Embedding):
         return "embed"
     lowered = name.lower()
@@ -41,8 +44,10 @@ def role_of(name: str, module: nn.Module | None = None) -> str:
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer under a peft wrapper, or the module itself."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # pyright: ignore[reportCallIssue]
+    """The pre-trained layer under a peft wrapper (an adapter's or ``modules_to_save``'s), or the module itself."""
+    if hasattr(module, "get_base_layer"):
+        return module.get_base_layer()  # pyright: ignore[reportCallIssue]
+    return getattr(module, "original_module", module)
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -59,7 +64,7 @@ def is_matrix_layer(module: nn.Module) -> bool:
 
 
 def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
-    """The layer's weight as an m x n (out x in) view, for Linear, Conv1D (stored transposed) and Conv2d (unfolded).
+    """The layer's weight as an m x n (out x in) matrix, for Linear, Conv1D (stored transposed) and Conv2d (unfolded).
 
     Raises ``TargetError`` for other layers and for weights stored as integers (quantised).
     """
@@ -80,8 +85,14 @@ def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
 
 def write_weight(module: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
     """Copy an out x in matrix into the layer's weight, in the weight's own dtype; the Parameter object stays."""
-    # Copying keeps optimisers and hooks that hold the Parameter pointing at the live one.
-    weight_matrix(module).copy_(matrix)
+    layer = base_layer(module)
+    weight_matrix(layer)  # refuses what has no such weight
+    stored = matrix.mT if _is_conv1d(layer) else matrix
+    # Copying keeps optimisers and hooks that hold the Parameter pointing at the live one. weight_matrix itself is no
+    # view for channels-last convolutions.
+    weight: nn.Parameter = layer.weight  # pyright: ignore[reportAssignmentType]
+    with torch.no_grad():
+        weight.copy_(stored.reshape(weight.shape))
 
 
 class Owned(NamedTuple):
@@ -104,7 +115,7 @@ def owned_parameters(model: nn.Module) -> list[Owned]:
 
 def matrix_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Name -> module of the layers ``weight_matrix`` can read, and embeddings; a peft wrapper stands for its layer."""
-    wrappers = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "get_base_layer"))
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if base_layer(module) is not module)
     return {
         name: module
         for name, module in model.named_modules()
@@ -124,7 +135,8 @@ def find_targets(
 
     wanted = target_modules if isinstance(target_modules, str) else list(target_modules)
     barred = exclude if exclude is None or isinstance(exclude, str) else list(exclude)
-    config = _maybe_include_all_linear_layers(LoraConfig(target_modules=wanted, exclude_modules=barred), model)
+    plain: nn.Module = getattr(model, "get_base_model", lambda: model)()  # peft knows the head of a plain model only
+    config = _maybe_include_all_linear_layers(LoraConfig(target_modules=wanted, exclude_modules=barred), plain)
     found = {
         name: module
         for name, module in model.named_modules()
