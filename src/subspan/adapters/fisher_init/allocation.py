@@ -1,0 +1,106 @@
+"""Fisher spectra of the layers, and ranks shared out by them (spec 3.4)."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from subspan.linalg import Covariance, DenseCovariance
+from subspan.surgery import FisherStats
+
+
+class LayerSpectrum(NamedTuple):
+    """Leading eigenvalues of S_X and S_Y, and their products in order."""
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    energy: np.ndarray
+
+
+def fisher_spectrum(stats: FisherStats, k: int = 64) -> dict[str, LayerSpectrum]:
+    """The ``k`` leading eigenvalues of every layer's S_X and S_Y (fewer where a sketch kept fewer), for plots."""
+    found = {}
+    for name, layer in stats.layers.items():
+        x, y = (_leading_values(c, k).cpu().numpy() for c in (layer.inputs, layer.outputs))
+        size = min(len(x), len(y))
+        found[name] = LayerSpectrum(x, y, x[:size] * y[:size])
+    return found
+
+
+def _leading_values(c: Covariance, k: int) -> Float[Tensor, " k"]:
+    kept = c.dim if isinstance(c, DenseCovariance) else c.values.shape[0]
+    # Rounding leaves zero eigenvalues slightly negative.
+    return c.leading(min(k, kept)).values.clamp(min=0.0)
+
+
+class RankAllocation(NamedTuple):
+    """``rank_pattern`` and ``alpha_pattern`` for a peft ``LoraConfig``."""
+
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+
+
+def allocate_ranks(
+    stats: FisherStats,
+    r: int,
+    *,
+    lora_alpha: float,
+    rho: float = 1.0,
+    normalize: bool = True,
+    adjust_scaling: bool = False,
+    use_rslora: bool = False,
+) -> RankAllocation:
+    """Share the rank budget r x layers out by Fisher energy, with 1 <= r_l <= rho r.
+
+    Every layer's spectrum e_k = l^X_k l^Y_k (divided by tr(S_X) tr(S_Y) with ``normalize``) enters one pool, whose
+    largest entries win. Layers with equal entries get equal ranks as far as the budget divides. ``alpha_pattern`` keeps
+    each layer's scaling s, or its s r with ``adjust_scaling``.
+    """
+    if r < 1 or rho < 1:
+        raise ValueError(f"need r >= 1 and rho >= 1, got r={r} and rho={rho}")
+    caps = {n: min(int(rho * r), *layer.shape) for n, layer in stats.layers.items()}
+    entries: list[tuple[float, int, str]] = []
+    for name, layer in stats.layers.items():
+        x, y = (_leading_values(c, caps[name]) for c in (layer.inputs, layer.outputs))
+        size = min(len(x), len(y))
+        caps[name] = min(caps[name], size)
+        scale = float(layer.fisher.trace) if normalize else 1.0
+        energy = (x[:size] * y[:size] / (scale or 1.0)).tolist()
+        entries += [(e, k, name) for k, e in enumerate(energy) if k > 0]
+    ranks = dict.fromkeys(caps, 1)
+    left = sum(min(r, *layer.shape) for layer in stats.layers.values()) - len(ranks)
+    skipped: list[str] = []
+    for tied in _tied(sorted(entries, key=lambda e: (-e[0], e[1]))):
+        if len(tied) <= left:
+            for name in tied:
+                ranks[name] += 1
+            left -= len(tied)
+        else:
+            skipped += tied
+    for name in skipped:  # what does not divide evenly goes by order: the budget is spent
+        if left and ranks[name] < caps[name]:
+            ranks[name] += 1
+            left -= 1
+    s = lora_alpha / (math.sqrt(r) if use_rslora else r)
+    alphas = {}
+    for name, rank in ranks.items():
+        wanted = s * r / rank if adjust_scaling else s
+        alphas[name] = wanted * (math.sqrt(rank) if use_rslora else rank)
+    # "^" keeps peft from matching a name as the ending of another.
+    return RankAllocation({f"^{n}": k for n, k in ranks.items()}, {f"^{n}": a for n, a in alphas.items()})
+
+
+def _tied(entries: Sequence[tuple[float, int, str]]) -> list[list[str]]:
+    """Names of entries in order, grouped where energy and index agree."""
+    groups: list[list[str]] = []
+    last: tuple[float, int] | None = None
+    for energy, k, name in entries:
+        if last is not None and k == last[1] and math.isclose(energy, last[0], rel_tol=1e-9):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = energy, k
+    return groups
