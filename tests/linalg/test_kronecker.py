@@ -147,6 +147,16 @@ def test_nystrom_finds_the_leading_subspace_of_a_decaying_spectrum(generator):
     torch.testing.assert_close(c.trace, values.sum())
 
 
+@settings(deadline=None, max_examples=25)
+@given(n=st.integers(2, 12), seed=SEEDS, data=st.data())
+def test_a_flat_rest_conserves_the_trace_and_the_order(n, seed, data):
+    c = dense(n, torch.Generator().manual_seed(seed))
+    flattened = SpikedCovariance.with_trace(c.leading(data.draw(st.integers(1, n - 1))), c.trace)
+    torch.testing.assert_close(flattened.trace, c.trace)
+    assert (flattened.values >= flattened.floor).all()
+    assert flattened.floor >= 0
+
+
 def test_nystrom_of_zero_is_zero():
     test = torch.eye(6)[:, :3]
     e = nystrom(torch.zeros(6, 3), test)

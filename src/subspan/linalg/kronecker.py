@@ -86,11 +86,14 @@ class SpikedCovariance:
 
     @classmethod
     def with_trace(cls, leading: Eigh, trace: Tensor) -> "SpikedCovariance":
-        """The floor that gives S this trace (never above the smallest leading eigenvalue, never below zero)."""
-        rest = leading.vectors.shape[0] - leading.values.shape[0]
-        # A sketch's eigenvalues are only approximate: rounding may leave more in them than the whole trace.
-        floor = ((trace - leading.values.sum()) / max(rest, 1)).clamp(min=0.0)
-        return cls(*leading, torch.minimum(floor, leading.values[-1]))
+        """The flat rest that gives S this trace; eigenvalues below it (a sketch's last ones) are raised to it."""
+        values, dim = leading.values, leading.vectors.shape[0]
+        kept = torch.arange(1, values.shape[0] + 1, dtype=values.dtype, device=values.device)
+        # The rest if only the first 1, 2, ... eigenvalues stand out. Rounding may leave more in them than the trace.
+        rest = ((trace - values.cumsum(0)) / (dim - kept).clamp(min=1)).clamp(min=0.0)
+        standing = values >= rest
+        floor = rest[standing.nonzero()[-1, 0]] if bool(standing.any()) else trace / dim
+        return cls(values.clamp(min=floor), leading.vectors, floor)
 
     @property
     def dim(self) -> int:
