@@ -121,7 +121,7 @@ class PrismPrivacy:
         cfg: PrismConfig,
         *,
         dataset_size: int,
-        expected_batch_size: float,
+        expected_batch_size: float | int,
         steps: int,
         adapter_name: str = "default",
         generator: torch.Generator | None = None,
