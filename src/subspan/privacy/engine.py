@@ -311,7 +311,9 @@ class PrismPrivacy:
             return
         if not bool(torch.isfinite(losses.detach()).all()):
             bad = int((~torch.isfinite(losses.detach())).nonzero()[0])
-            raise NonFinite(f"the loss of example {bad} of this batch is {float(losses[bad])}; nothing was added")
+            raise NonFinite(
+                f"the loss of example {bad} of this batch is {float(losses.detach()[bad])}; nothing was added"
+            )
         self._begin()
         try:
             self._recorder.backward(losses, self._take)
