@@ -30,7 +30,7 @@ class FactorPair:
     """One LoRA module of a peft model: W_eff = W0 + s A Bᵀ."""
 
     name: str
-    layer: nn.Module
+    layer: Any  # a peft LoRA layer, a mix-in of nn.Module for which peft has no type
     adapter: str = "default"
 
     @property
@@ -111,7 +111,8 @@ def base_fingerprint(model: nn.Module, names: Iterable[str] | None = None) -> st
     """A digest of the base weights that survives loading in another dtype, but not an edit of the weights.
 
     Hashes up to 65,536 evenly spread entries of each tensor, rounded to bfloat16, with its name and shape. ``names``
-    limits it to some parameters.
+    limits it to some parameters. The dtype may be one that holds the checkpoint's values to bfloat16 precision after a
+    single rounding: float32, bfloat16, or the one it is stored in (a float32 checkpoint loaded in float16 differs).
     """
     digest = hashlib.blake2b(digest_size=16)
     weights = base_weights(model)
@@ -186,6 +187,8 @@ def shift_base(model: nn.Module, pairs: Iterable[FactorPair]) -> BaseShift:
     Call once, right after writing a non-zero start. Raises ``TargetError`` for quantised weights.
     """
     pairs = list(pairs)
+    for pair in pairs:
+        weight_matrix(pair.layer)  # refuses what cannot be shifted, before anything is
     start = {p.name: LowRank(p.A.clone(), p.B.clone()) for p in pairs}
     fingerprint = base_fingerprint(model, [f"{n}.weight" for n in start])
     for pair in pairs:
@@ -220,15 +223,23 @@ def export_plain_lora(
         state[key_B] = torch.cat([b, -z0.B.to(b).mT.reshape(b.shape)], 0)
         ranks[pair.name] *= 2
     if shift is not None:
-        alphas = {p.name: p.scaling * ranks[p.name] for p in pairs}
+        # Embedding LoRA is no factor pair and keeps its rank, which the new config.r no longer says.
+        wrapped: dict[str, Any] = {
+            n.removeprefix(_PREFIX): m for n, m in model.named_modules() if adapter_name in getattr(m, "r", ())
+        }
+        ranks = {n: ranks.get(n, m.r[adapter_name]) for n, m in wrapped.items()}
+        alphas = {n: m.scaling[adapter_name] * ranks[n] for n, m in wrapped.items()}
         config.r, config.lora_alpha = _most_common(ranks), _most_common(alphas)
-        config.rank_pattern = {n: r for n, r in ranks.items() if r != config.r}
-        config.alpha_pattern = {n: a for n, a in alphas.items() if a != config.lora_alpha}
+        # "^" keeps peft from matching a name as the ending of another.
+        config.rank_pattern = {f"^{n}": r for n, r in ranks.items() if r != config.r}
+        config.alpha_pattern = {f"^{n}": a for n, a in alphas.items() if a != config.lora_alpha}
         config.use_rslora = False
     config.init_lora_weights = True
     config.inference_mode = True
     if shift is None:
-        fingerprint = base_fingerprint(model, names := [f"{p.name}.weight" for p in pairs])
+        floating = base_weights(model)
+        names = [n for n in (f"{p.name}.weight" for p in pairs) if n in floating]
+        fingerprint = base_fingerprint(model, names)
     else:
         fingerprint, names = shift.fingerprint, [f"{n}.weight" for n in shift.start]
     path.mkdir(parents=True, exist_ok=True)
