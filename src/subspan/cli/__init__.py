@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from subspan import __version__
-from subspan.cli import assets, claims
+from subspan.cli import assets, claims, tune
 from subspan.errors import SubspanError
 
 
@@ -40,6 +40,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("tune")(tune.tune)
 app.add_typer(claims.app, name="claims")
 app.command("assets")(assets.assets)
 

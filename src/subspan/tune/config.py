@@ -1,0 +1,237 @@
+"""What a run is: one pydantic model, read from YAML, with dotted overrides and a JSON schema for editors."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from subspan.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+# The initialisations that peft performs by itself; "default" is Kaiming A and zero B.
+PEFT_INITS = ("default", "gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "corda", "lora_ga")
+# Those that look at training rows before the first step.
+DATA_INITS = ("eva", "corda", "lora_ga", "fisher")
+
+
+def _known_init(name: str) -> str:
+    if name in ("fisher", *PEFT_INITS) or name.startswith("pissa_niter_"):
+        return name
+    raise ValueError(_nearest(name, ("fisher", *PEFT_INITS), "init"))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Data(Section):
+    """Where the rows come from. ``source`` is an asset name, a csv/tsv/jsonl/json/parquet file, or a hub name."""
+
+    source: str
+    text: str | None = Field(None, description="column with the text (found by its usual names when left out)")
+    label: str | None = Field(None, description="column with the label or the answer")
+    group: str | None = Field(None, description="rows that share this column's value never part ways between splits")
+    max_words: PositiveInt | None = Field(None, description="cut each text after this many words")
+    validation: PositiveInt = Field(200, description="rows held out to watch training")
+    test: PositiveInt = Field(400, description="rows held out for the figure that is reported")
+    train: PositiveInt | None = Field(None, description="rows to train on (default: all that remain)")
+    public: bool = Field(False, description="the rows are public: data-dependent starts may see them under privacy")
+
+
+class Adapter(Section):
+    """The LoRA adapter; see peft.LoraConfig for each field."""
+
+    r: PositiveInt = 8
+    alpha: Positive = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: str | list[str] = "all-linear"
+    dora: bool = False
+    rslora: bool = False
+
+
+class FisherOptions(Section):
+    """Options of ``init: fisher``; see subspan.adapters.fisher_init."""
+
+    mode: Literal["eigen", "score", "weighted", "projected", "gradient"] = "eigen"
+    sign: Literal["gradient", "rotate", "fixed"] = "gradient"
+    kappa: Positive = 0.3
+    preserve: Literal["residual", "zero_b"] = "residual"
+
+    @model_validator(mode="after")
+    def _defined(self) -> "FisherOptions":
+        if self.preserve == "zero_b" and self.mode != "eigen":
+            raise ValueError(f"preserve: zero_b uses input directions only and needs mode: eigen, not {self.mode}")
+        return self
+
+
+class Privacy(Section):
+    """Differential privacy at the level of one training row."""
+
+    method: Literal["prism", "naive", "ffa"] = "prism"
+    epsilon: Positive = 8.0
+    delta: Share = 1e-5
+    clip: Positive = 1.0
+    accountant: Literal["prv", "rdp"] = "prv"
+    physical_batch: PositiveInt = Field(64, description="rows per forward pass; memory only, no effect on the result")
+    noise_seed: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="only to repeat a test: whoever knows this seed can subtract the noise"
+    )
+    twin: bool = Field(True, description="also train without privacy and report its accuracy beside")
+
+
+class Config(Section):
+    """One fine-tuning run."""
+
+    model: str = Field(description='"asset:..." name, local folder or hub name')
+    task: Literal["classification", "causal-lm"] = "classification"
+    data: Data
+    prompt: str = Field("{text}", description="causal-lm: the user's message; {text} is the row's text")
+    system: str | None = Field(None, description="causal-lm: the system message (default: the chat template's own)")
+    output: Path = Field(description="the run folder")
+    adapter: Adapter = Adapter()
+    init: Annotated[str, AfterValidator(_known_init)] = "default"
+    calibration_rows: PositiveInt = Field(32, description="training rows that a data-dependent init looks at")
+    fisher: FisherOptions = FisherOptions()
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    privacy: Privacy | None = None
+    lr: Positive = 2e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps with rising rate")
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    batch_size: PositiveInt = Field(16, description="rows a step (the expected number, under privacy)")
+    accumulate: PositiveInt = Field(1, description="split each batch into this many forward passes")
+    max_steps: PositiveInt = 200
+    max_length: PositiveInt = Field(512, description="tokens per row; longer texts lose their end, never the answer")
+    evaluate_every: PositiveInt | None = Field(None, description="steps between looks at the validation rows")
+    checkpoint_every: PositiveInt = 50
+    log_every: PositiveInt = 5
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    seed: Annotated[int, Field(ge=0)] = 0
+    report_to: list[Literal["tensorboard", "mlflow", "wandb"]] = []
+
+    @field_validator("privacy", mode="before")
+    @classmethod
+    def _method_alone(cls, value: Any) -> Any:
+        """``privacy: prism`` is short for ``privacy: {method: prism}``."""
+        return {"method": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _sensible(self) -> "Config":
+        if self.task == "causal-lm" and "{text}" not in self.prompt:
+            raise ValueError("prompt must contain {text}, the place where each row's text goes")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+        private = self.privacy
+        if self.init in DATA_INITS and private is not None and not self.data.public:
+            raise ValueError(
+                f"init: {self.init} looks at the training rows without noise, which breaks the privacy guarantee; "
+                "use another init, or set data.public: true if the rows are public"
+            )
+        if private is not None and private.method == "prism" and self.init != "default":
+            raise ValueError(
+                "privacy.method: prism brings its own start (spectral); leave init at default, or use method: naive"
+            )
+        if private is not None and private.method == "prism" and self.optimizer != "adamw":
+            raise ValueError(
+                "privacy.method: prism is an optimiser itself (adaptive, on the tangent space); "
+                "leave optimizer at adamw, or use method: naive"
+            )
+        if private is not None and private.method == "ffa" and self.optimizer == "muon":
+            raise ValueError("privacy.method: ffa freezes half of each factor pair and is defined for adamw only")
+        if private is not None and self.accumulate > 1:
+            raise ValueError("under privacy, batches are split by privacy.physical_batch; leave accumulate at 1")
+        if private is not None and self.adapter.dora:
+            raise ValueError("dora has magnitudes outside the factor pairs, which the private step does not cover")
+        if self.adapter.dora and self.init == "fisher":
+            raise ValueError("init: fisher edits the base weight, whose norm dora reads; use one of them")
+        return self
+
+
+def _nearest(word: str, known: Sequence[str], what: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    return f"unknown {what} {word!r}{hint}"
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem pydantic found, as one sentence that names the key and the remedy."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        model: Any = Config
+        for part in where[:-1]:
+            model = _section(model.model_fields[part].annotation)
+        prefix = ".".join(where[:-1])
+        return _nearest(where[-1], list(model.model_fields), f"key in {prefix}:" if prefix else "key")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return f"{'.'.join(where)} is missing from the configuration"
+    return f"{'.'.join(where)}: {message} (got {first['input']!r})" if where else message
+
+
+def _section(annotation: Any) -> Any:
+    """The Section inside an annotation such as ``Privacy | None``."""
+    if isinstance(annotation, type):
+        return annotation
+    return next(a for a in annotation.__args__ if a is not type(None))
+
+
+def parse(values: dict[str, Any]) -> Config:
+    """Validate a nested mapping; raises ``ConfigError`` with one sentence."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply ``key=value`` overrides (dotted keys; values are YAML).
+
+    Raises ``ConfigError`` for a missing or malformed file, an unknown key or a combination that cannot work.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold keys and values, not a {type(values).__name__}")
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes key=value, got {item!r}")
+        _assign(values, key.strip().split("."), yaml.safe_load(text), key)
+    return parse(values)
+
+
+def _assign(values: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
+    for part in parts[:-1]:
+        inner = values.setdefault(part, {})
+        if inner is None:
+            inner = values[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {key}: {part} is not a section")
+        values = inner
+    values[parts[-1]] = value
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

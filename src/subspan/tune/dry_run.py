@@ -1,0 +1,43 @@
+"""What a run would take, without running it."""
+
+from typing import Any
+
+from subspan.tune.config import Config
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """Parameter counts, steps, an estimate of memory in GiB and, under privacy, the noise; reads data, no weights."""
+    from peft import LoraConfig, get_peft_model
+
+    from subspan.surgery import find_targets
+    from subspan.tune.recipe import head_names, load_model, load_task, parameter_counts
+
+    task, rows = load_task(config)
+    base = load_model(config, rows.labels, meta=True)
+    shape: Any = base.config
+    targets = find_targets(base, config.adapter.targets, exclude=head_names(base))
+    lora = LoraConfig(r=config.adapter.r, target_modules=list(targets), task_type=task.peft_task)
+    counts = parameter_counts(get_peft_model(base, lora))  # pyright: ignore[reportArgumentType]
+    lengths = [len(r["input_ids"]) for r in rows.train]
+    rows_at_once = config.privacy.physical_batch if config.privacy else config.batch_size // config.accumulate
+    tokens = rows_at_once * max(lengths)
+    # Per token and layer about 34 hidden sizes of two bytes are kept for the backward pass (Korthikanti et
+    # al. 2022), here of four; AdamW holds two numbers per trained value, the gradient is a third.
+    activations = 34 * shape.hidden_size * shape.num_hidden_layers * tokens * 2
+    memory = 4 * counts["parameters"] + 12 * counts["trained"] + activations
+    facts: dict[str, Any] = {
+        **counts,
+        "targets": len(targets),
+        "train_rows": len(rows.train),
+        "validation_rows": len(rows.validation),
+        "test_rows": len(rows.test),
+        "steps": config.max_steps,
+        "epochs": round(config.max_steps * config.batch_size / len(rows.train), 2),
+        "mean_tokens": round(sum(lengths) / len(lengths), 1),
+        "memory_gib": float(f"{memory / 2**30:.3g}"),
+    }
+    if config.privacy is not None:
+        from subspan.tune.parts.private import noise
+
+        facts |= noise(config, len(rows.train))
+    return facts

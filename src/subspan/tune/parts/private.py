@@ -1,0 +1,130 @@
+"""Private steps: PRISM, or noisy gradients on the factors as its peers, through one engine and one accountant."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from subspan.errors import DataError
+from subspan.files import replacing, write_json
+from subspan.tune.config import Config, Privacy
+from subspan.tune.part import Part, Run
+from subspan.tune.parts.optimisers import AdamW, Muon
+
+if TYPE_CHECKING:
+    from subspan.privacy import PoissonBatchSampler, PrismPrivacy
+    from subspan.tune.tasks import Batch
+
+
+def noise(config: Config, rows: int) -> dict[str, Any]:
+    """The noise multiplier, sampling rate and accountant of a private run, before anything is trained."""
+    from subspan.privacy import noise_multiplier
+
+    wanted = config.privacy
+    assert wanted is not None
+    _check_rate(config.batch_size, rows)
+    rate = config.batch_size / rows
+    sigma, accountant = noise_multiplier(wanted.epsilon, wanted.delta, rate, config.max_steps, wanted.accountant)
+    return {"sigma": round(sigma, 4), "sample_rate": rate, "accountant": accountant}
+
+
+def _check_rate(batch_size: int, rows: int) -> None:
+    if batch_size > rows:
+        raise DataError(
+            f"batch_size={batch_size} exceeds the {rows} training rows; the sampling rate must be at most 1"
+        )
+
+
+class PrivateSteps(Part):
+    """Poisson batches, each row's gradient clipped, noise added, and the budget kept."""
+
+    logs_loss = False  # the mean loss of private rows carries no noise: it must not be published
+
+    def __init__(self, privacy: Privacy) -> None:
+        self.privacy = privacy
+        self.engine: PrismPrivacy | None = None
+        self.order: PoissonBatchSampler | None = None
+
+    def prepare_adapter(self, run: Run) -> None:
+        from subspan.privacy import PrismConfig, PrismPrivacy
+
+        wanted, config = self.privacy, run.config
+        _check_rate(config.batch_size, len(run.train))
+        settings = PrismConfig(
+            target_epsilon=wanted.epsilon,
+            target_delta=wanted.delta,
+            max_grad_norm=wanted.clip,
+            method=wanted.method,
+            init="keep" if run.resuming or wanted.method != "prism" else "spectral",
+            accountant=wanted.accountant,
+            max_physical_batch=wanted.physical_batch,
+            public_data=config.data.public,
+        )
+        self.engine = PrismPrivacy(
+            run.model,
+            settings,
+            dataset_size=len(run.train),
+            expected_batch_size=config.batch_size,
+            steps=config.max_steps,
+            generator=self._generator(),
+        )
+        self.order = self.engine.sampler(self._generator(1))
+        if self.engine.shift is not None:
+            run.shift = self.engine.shift
+        run.say(f"noise multiplier {self.engine.sigma:.3f} for epsilon {wanted.epsilon:g} at delta {wanted.delta:g}")
+
+    def _generator(self, offset: int = 0) -> torch.Generator | None:
+        """None lets the engine ask the operating system: whoever knows the seed can subtract the noise."""
+        seed = self.privacy.noise_seed
+        return None if seed is None else torch.Generator().manual_seed(seed + offset)
+
+    def optimizer(self, run: Run) -> torch.optim.Optimizer:
+        assert self.engine is not None
+        config = run.config
+        if self.privacy.method == "prism":
+            run.note("optimiser", name="Prism", lr=config.lr)
+            return self.engine.optimizer(config.lr, weight_decay=config.weight_decay)
+        inner = Muon() if config.optimizer == "muon" else AdamW()
+        return self.engine.attach(inner.optimizer(run))
+
+    def batches(self, run: Run) -> "PoissonBatchSampler | None":
+        return self.order
+
+    def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor:
+        assert self.engine is not None
+        total, rows = torch.zeros((), device=batch["input_ids"].device), len(batch["input_ids"])
+        for part in self.engine.micro_batches(batch):
+            losses = run.task.losses(model, part).per_row()
+            self.engine.backward(losses)
+            total += losses.detach().sum()
+        return total / max(rows, 1)
+
+    def save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        assert self.engine is not None
+        assert self.order is not None
+        state = self.engine.state_dict()
+        tensors = {"generator": state.pop("generator"), "seeds": self.order.seeds}
+        with replacing(folder / "privacy.safetensors") as part:
+            save_file(tensors, part)
+        write_json(folder / "privacy.json", state)
+
+    def load(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        assert self.engine is not None
+        assert self.order is not None
+        state = json.loads((folder / "privacy.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "privacy.safetensors")
+        self.engine.load_state_dict(state | {"generator": tensors["generator"]})
+        self.order.load_state_dict(self.order.state_dict() | {"seeds": tensors["seeds"]})
+
+    def finish(self, run: Run) -> None:
+        assert self.engine is not None
+        facts = self.engine.summary()
+        facts.pop("target_epsilon")
+        run.note("privacy", **facts)
+        self.engine.close()

@@ -1,0 +1,393 @@
+"""The main job: from a configuration to a run folder."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from subspan.errors import ConfigError, DataError, MissingExtra
+from subspan.files import write_json
+from subspan.surgery import BaseShift, export_plain_lora, factor_pairs, find_targets, role_of, weight_matrix
+from subspan.tune.config import Config
+from subspan.tune.folder import RunFolder
+from subspan.tune.part import Part, Run
+from subspan.tune.parts import assemble
+from subspan.tune.tasks import CausalLM, Classification, Row
+
+
+@runtime_checkable
+class Display(Protocol):
+    """Where a run says what it does (the command line draws it; a library caller may pass nothing)."""
+
+    def say(self, text: str) -> None: ...
+
+    def progress(self, step: int, total: int, figures: dict[str, float]) -> None: ...
+
+    def evaluated(self, done: int, total: int) -> None: ...
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def progress(self, step: int, total: int, figures: dict[str, float]) -> None:
+        pass
+
+    def evaluated(self, done: int, total: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The encoded rows of a run, by split, and the names of the labels (empty for free answers)."""
+
+    train: list[Row]
+    validation: list[Row]
+    test: list[Row]
+    labels: list[str]
+
+
+def tune(config: Config, *, fresh: bool = False, display: Display | None = None) -> dict[str, Any]:
+    """Fine-tune as ``config`` says; returns the summary that also lies in ``summary.json``.
+
+    A run folder that holds the same configuration is continued from its last checkpoint, or, when the run is finished,
+    its summary is returned. ``fresh`` starts over.
+
+    Raises:
+        SubspanError: a missing file, column or asset, a combination that cannot work, a NaN loss, a full disk; each
+            with one sentence, and with what was written before left whole.
+    """
+    display = display or Silent()
+    _require_extra()
+    folder = RunFolder(config.output)
+    resuming = folder.claim(config, fresh)
+    done = folder.finished() if resuming else None
+    if done is not None:
+        return done
+    began = time.perf_counter()
+    with _quiet():
+        summary = _train(config, folder, display)
+    summary["seconds"] = round(time.perf_counter() - began, 1)
+    private = config.privacy
+    if private is not None and private.twin:
+        display.say("the same run without privacy, for comparison")
+        twin = config.model_copy(update={"privacy": None, "output": config.output / "twin"})
+        twin_summary = tune(twin, fresh=fresh, display=display)
+        summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
+    from subspan.tune.report import write_report
+
+    write_report(folder, config, summary)
+    folder.finish(summary)
+    return summary
+
+
+def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any]:
+    from transformers import set_seed
+
+    from subspan.tune.trainer import Journal, TuneTrainer, latest_checkpoint
+
+    display.say(f"reading {config.data.source}")
+    task, rows = load_task(config)
+    display.say(f"loading {config.model}")
+    set_seed(config.seed)
+    model = load_model(config, rows.labels)
+    parts = assemble(config)
+    run = Run(config, folder.path, task, rows.train, model, display.say, resuming=folder.start.exists())
+    run.note("data", train=len(rows.train), validation=len(rows.validation), test=len(rows.test), labels=rows.labels)
+    attach_adapter(run, parts, folder)
+    model = run.model
+    run.note("adapter", **parameter_counts(model))
+
+    def evaluate(split: list[Row]) -> dict[str, float]:
+        return score(task, run.model, split, config.batch_size, display)
+
+    journal = Journal(
+        folder.metrics,
+        lambda: evaluate(rows.validation),
+        config.evaluate_every,
+        display.progress,
+        logs_loss=all(p.logs_loss for p in parts),
+    )
+    last = latest_checkpoint(folder.path)
+    if last is None:
+        folder.metrics.unlink(missing_ok=True)
+        display.say(f"scoring {len(rows.test)} held-out rows before training")
+        before = evaluate(rows.test)
+        write_json(folder.before, before)
+        journal.write({"step": 0, **{f"test_{k}": v for k, v in before.items()}})
+    else:
+        before = json.loads(folder.before.read_text(encoding="utf-8"))
+        journal.rewind(int(last.name.rsplit("-", 1)[1]))
+        display.say(f"continuing from {last.name}")
+    set_seed(config.seed)
+    trainer = TuneTrainer(run, parts, args=training_arguments(config), callbacks=[journal])
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    for part in parts:
+        part.finish(run)
+    display.say(f"scoring {len(rows.test)} held-out rows after training")
+    after = evaluate(rows.test)
+    journal.write({"step": config.max_steps, **{f"test_{k}": v for k, v in after.items()}})
+    display.say("writing the adapter and the report")
+    export_plain_lora(model, folder.adapter, run.shift)
+    from subspan.tune.report import layer_table
+
+    return {
+        "before": before,
+        "after": after,
+        "steps": config.max_steps,
+        "facts": run.facts,
+        "layers": layer_table(factor_pairs(model), run.shift),
+    }
+
+
+def attach_adapter(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
+    """From the bare base to the started peft model; on resume the recorded start is repeated instead of computed."""
+    from peft import LoraConfig, get_peft_model
+
+    config, base = run.config, run.model
+    wanted = config.adapter
+    targets = find_targets(base, wanted.targets, exclude=head_names(base))
+    for name, module in targets.items():
+        limit = min(weight_matrix(module).shape)
+        if wanted.r > limit:
+            raise ConfigError(f"adapter.r={wanted.r} exceeds the smaller side of {name} ({limit}); lower r")
+    run.targets = list(targets)
+    if not run.resuming:
+        for part in parts:
+            part.prepare_base(run)
+    options: dict[str, Any] = {}
+    for part in parts:
+        options |= part.lora_options(run)
+    lora = LoraConfig(
+        r=wanted.r,
+        lora_alpha=wanted.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=wanted.dropout,
+        target_modules=run.targets,
+        use_dora=wanted.dora,
+        use_rslora=wanted.rslora,
+        task_type=run.task.peft_task,
+        **options,
+    )
+    run.model = get_peft_model(base, lora)  # pyright: ignore[reportArgumentType]
+    if run.resuming:
+        run.shift = BaseShift.load(folder.start)
+        run.shift.apply(run.model)
+        for pair in factor_pairs(run.model):
+            pair.write(run.shift.start[pair.name])
+    for part in parts:
+        part.prepare_adapter(run)
+    if run.shift is not None and not run.resuming:
+        run.shift.save(folder.start)
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Names of the output layers that an adapter should leave alone: they are trained whole, or tied to embeddings."""
+    return [n for n, m in model.named_modules() if n and role_of(n, m) == "head" and not list(m.children())]
+
+
+def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
+    """Tokenizer, splits and encoded rows.
+
+    Answers of a causal language model count as a closed label set when there are at most ``_CLOSED`` different ones.
+    """
+    from subspan.data import Labels, limit_words, load_text, pick_columns, split_data
+
+    data = config.data
+    table = load_text(data.source)
+    columns = {"text": data.text or _guess(table, _TEXTS), "label": data.label or _guess(table, _LABELS)}
+    group = data.group or ("film" if data.source == "asset:reviews" else None)
+    table = pick_columns(table, **columns, **({"group": group} if group else {}))
+    if data.max_words is not None:
+        table = limit_words(table, data.max_words)
+    if data.validation + data.test >= len(table):
+        raise DataError(
+            f"{data.source} holds {len(table)} rows, too few for {data.validation} validation and {data.test} test rows"
+        )
+    closed = config.task == "classification" or len(set(table["label"][:])) <= _CLOSED
+    splits = split_data(
+        table,
+        validation=data.validation / len(table),
+        test=data.test / len(table),
+        label="label" if closed else None,
+        group="group" if group else None,
+        random_state=config.seed,
+    )
+    parts = [
+        splits.train.select(range(min(len(splits.train), data.train or len(splits.train)))),
+        splits.validation.select(range(min(len(splits.validation), data.validation))),
+        splits.test.select(range(min(len(splits.test), data.test))),
+    ]
+    labels = Labels.of(parts[0]["label"][:]) if closed else None
+    tokenizer = load_tokenizer(config)
+    names = list(labels.names) if labels else []
+    if config.task == "classification":
+        task: Classification | CausalLM = Classification(names, tokenizer, config.max_length)
+    else:
+        task = CausalLM(names, tokenizer, config.max_length, config.prompt, config.system)
+
+    def encode(part: Any) -> list[Row]:
+        targets = labels.encode(part["label"][:]) if labels else part["label"][:]
+        return task.encode(part["text"][:], targets)
+
+    return task, Rows(*(encode(p) for p in parts), labels=names)
+
+
+_TEXTS = ("text", "sentence", "content", "review", "prompt", "question", "instruction", "input")
+_LABELS = ("label", "labels", "answer", "category", "class", "target", "response", "output")
+_CLOSED = 20
+
+
+def _guess(table: Any, names: Sequence[str]) -> str:
+    found = [n for n in names if n in table.column_names]
+    if not found:
+        what = "text" if names is _TEXTS else "label"
+        raise DataError(
+            f"no column is called {', '.join(names)}; name one with data.{what} "
+            f"(columns are: {', '.join(table.column_names)})"
+        )
+    return found[0]
+
+
+def load_tokenizer(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    from subspan.data import model_source
+
+    source = model_source(config.model)
+    try:
+        return AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no tokenizer loads from {config.model}: {_first_line(error)}") from error
+
+
+def load_model(config: Config, labels: Sequence[str], *, meta: bool = False) -> nn.Module:
+    """The base model, in evaluation order on the CPU; with ``meta`` its structure only, without weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from subspan.data import model_source
+
+    source = model_source(config.model)
+    factory = AutoModelForCausalLM if config.task == "causal-lm" else AutoModelForSequenceClassification
+    options: dict[str, Any] = {}
+    if config.task == "classification":
+        options["id2label"] = dict(enumerate(labels))
+        options["label2id"] = {name: i for i, name in enumerate(labels)}
+    try:
+        if meta:
+            shape = AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file, **options)
+            with torch.device("meta"):
+                return factory.from_config(shape)
+        if source.gguf_file:
+            from transformers import GgufConfig
+
+            # Packed blocks cannot be trained through.
+            options["quantization_config"] = GgufConfig(dequantize=True)
+        return factory.from_pretrained(source.path, gguf_file=source.gguf_file, dtype=config.dtype, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no {config.task} model loads from {config.model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+@torch.no_grad()
+def score(
+    task: Classification | CausalLM, model: nn.Module, rows: Sequence[Row], batch_size: int, display: Display
+) -> dict[str, float]:
+    """Mean loss per target, and accuracy where the labels are a closed set. Draws no random number."""
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
+    total = count = correct = 0.0
+    for at in range(0, len(rows), batch_size):
+        batch = {k: v.to(device) for k, v in task.collate([rows[i] for i in order[at : at + batch_size]]).items()}
+        scored = task.score(model, batch)
+        total += float(scored.losses.total.sum())
+        count += float(scored.losses.count.sum())
+        correct += float(scored.correct.sum()) if scored.correct is not None else 0.0
+        display.evaluated(min(at + batch_size, len(rows)), len(rows))
+    model.train(training)
+    figures = {"loss": total / max(count, 1.0)}
+    if task.labels:
+        figures = {"accuracy": correct / len(rows), **figures}
+    return figures
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+def training_arguments(config: Config) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(config.output / "checkpoints"),
+        max_steps=config.max_steps,
+        per_device_train_batch_size=config.batch_size // config.accumulate,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.lr,
+        lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
+        warmup_steps=round(config.warmup * config.max_steps),
+        max_grad_norm=0.0 if config.privacy else config.max_grad_norm,  # private steps clip each row by itself
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        logging_first_step=True,
+        save_strategy="steps",
+        save_steps=config.checkpoint_every,
+        eval_strategy="no",
+        report_to=list(config.report_to) or "none",
+        run_name=config.output.name,
+        seed=config.seed,
+        bf16=computes_in_bfloat16(),
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        log_level="error",
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether products in bfloat16 are fast here; elsewhere they are emulated, many times slower than float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("amx_bf16") or features.get("avx512_bf16"))
+
+
+def _require_extra() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("transformers", "peft", "accelerate", "datasets") if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"subspan tune needs {', '.join(missing)}: pip install 'subspan[tune]'")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Libraries' own progress bars and advice off, warnings about real trouble on."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()

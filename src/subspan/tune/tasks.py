@@ -1,0 +1,236 @@
+"""The two tasks: how a row becomes tokens, how a batch becomes one loss per row, and how rows are scored."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from subspan.errors import DataError
+
+Row = dict[str, Any]
+Batch = dict[str, Tensor]
+
+IGNORED = -100
+
+
+# Stand-ins while the chat template is rendered once; no text or template holds them.
+_TEXT, _ANSWER = "\x02text\x03", "\x02answer\x03"
+
+
+class _Frame(NamedTuple):
+    """The prompt with a stand-in for the text, and what surrounds an answer."""
+
+    prompt: str
+    lead: str
+    tail: str
+
+
+class Losses(NamedTuple):
+    """Summed negative log-likelihood of each row, and the number of targets it sums over (both of length B)."""
+
+    total: Float[Tensor, " b"]
+    count: Float[Tensor, " b"]
+
+    def mean(self) -> Float[Tensor, ""]:
+        """Mean over all targets of the batch (token mean)."""
+        return self.total.sum() / self.count.sum().clamp(min=1)
+
+    def per_row(self) -> Float[Tensor, " b"]:
+        """Mean over each row's own targets: it depends on no other row of the batch."""
+        return self.total / self.count.clamp(min=1)
+
+
+class Scored(NamedTuple):
+    """The losses of a batch and, where the labels are a closed set, which rows were labelled right (bool, B)."""
+
+    losses: Losses
+    correct: Tensor | None
+
+
+def _pad(rows: Sequence[Sequence[int]], value: int, side: str) -> Int[Tensor, "b t"]:
+    # At least one column, so that an empty (Poisson) batch still has two dimensions.
+    width = max((len(r) for r in rows), default=1)
+    out = torch.full((len(rows), width), value, dtype=torch.long)
+    for i, row in enumerate(rows):
+        at = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        out[i, at] = torch.tensor(row, dtype=torch.long)
+    return out
+
+
+def _accepts(model: nn.Module, name: str) -> bool:
+    inner: Any = model
+    if hasattr(model, "get_base_model"):
+        inner = inner.get_base_model()
+    return name in inspect.signature(inner.forward).parameters
+
+
+@dataclass(frozen=True)
+class Classification:
+    """A sequence classifier: one label per row, read from a pooled position."""
+
+    labels: Sequence[str]
+    tokenizer: Any
+    max_length: int
+    loss_shifts: bool = field(default=False, init=False)
+    peft_task: str = field(default="SEQ_CLS", init=False)
+
+    def encode(self, texts: Sequence[str], labels: Sequence[int]) -> list[Row]:
+        ids = self.tokenizer(list(texts), truncation=True, max_length=self.max_length)["input_ids"]
+        return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        ids = [r["input_ids"] for r in rows]
+        return {
+            "input_ids": _pad(ids, _pad_token(self.tokenizer), "right"),
+            "attention_mask": _pad([[1] * len(r) for r in ids], 0, "right"),
+            "labels": torch.tensor([r["labels"] for r in rows], dtype=torch.long),
+        }
+
+    def losses(self, model: nn.Module, batch: Batch) -> Losses:
+        return self.score(model, batch).losses
+
+    def score(self, model: nn.Module, batch: Batch) -> Scored:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        total = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+        return Scored(Losses(total, torch.ones_like(total)), logits.argmax(-1) == batch["labels"])
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A language model that answers a prompt. Prompts are masked: only the answer's tokens are targets.
+
+    Rows are padded on the left, so that the answers line up at the end and logits are computed for those positions
+    only. With ``labels`` (a closed set of answers) rows are scored by the likelihood of each.
+    """
+
+    labels: Sequence[str]
+    tokenizer: Any
+    max_length: int
+    prompt: str = "{text}"
+    system: str | None = None
+    loss_shifts: bool = field(default=True, init=False)
+    peft_task: str = field(default="CAUSAL_LM", init=False)
+
+    def encode(self, texts: Sequence[str], answers: Sequence[int | str]) -> list[Row]:
+        """Tokens of each row; an answer is the place of a label in ``labels``, or a free text."""
+        words = [self.labels[a] if isinstance(a, int) else a for a in answers]
+        prompts = self._ids([self._frame.prompt.replace(_TEXT, text.strip()) for text in texts], start=True)
+        targets = self._targets(words)
+        rows = [self._fit(*row) for row in zip(texts, prompts, targets, strict=True)]
+        return [r | {"target": a} if isinstance(a, int) else r for r, a in zip(rows, answers, strict=True)]
+
+    @cached_property
+    def _frame(self) -> _Frame:
+        """What the chat template writes around a text and around an answer, read off once."""
+        tok = self.tokenizer
+        user = self.prompt.replace("{text}", _TEXT)
+        if not tok.chat_template:
+            return _Frame(f"{self.system}\n\n{user}" if self.system else user, " ", "")
+        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+        turns.append({"role": "user", "content": user})
+        before = tok.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        whole = tok.apply_chat_template([*turns, {"role": "assistant", "content": _ANSWER}], tokenize=False)
+        lead, found, tail = whole.removeprefix(before).partition(_ANSWER)
+        if not (whole.startswith(before) and found and before.count(_TEXT) == 1):
+            raise DataError("this model's chat template does not put the answer after its generation prompt")
+        return _Frame(before, lead, tail)
+
+    def _ids(self, texts: Sequence[str], start: bool = False) -> list[list[int]]:
+        """Token ids; the template writes its own special tokens, a model without one gets its start token."""
+        ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        begin = self.tokenizer.bos_token_id
+        return (
+            [[begin, *row] for row in ids] if start and begin is not None and not self.tokenizer.chat_template else ids
+        )
+
+    def _targets(self, answers: Sequence[str]) -> list[list[int]]:
+        """Token ids of answers with their end mark."""
+        frame, end = self._frame, self.tokenizer.eos_token_id
+        ids = self._ids([frame.lead + answer + frame.tail for answer in answers])
+        # A template's white space behind the end mark is no target.
+        return [[*(row[: row.index(end)] if end in row else row), end] for row in ids]
+
+    def _fit(self, text: str, prompt: list[int], target: list[int]) -> Row:
+        """Cut the end of the text, never the answer, until the row has at most ``max_length`` tokens."""
+        over = len(prompt) + len(target) - self.max_length
+        while over > 0:
+            (words,) = self._ids([text])
+            if len(words) <= over:
+                raise DataError(
+                    f"max_length={self.max_length} leaves no room for the text: the prompt and the answer alone take "
+                    f"{len(prompt) + len(target) - len(words)} tokens"
+                )
+            text = self.tokenizer.decode(words[:-over])
+            (prompt,) = self._ids([self._frame.prompt.replace(_TEXT, text.strip())], start=True)
+            over = len(prompt) + len(target) - self.max_length
+        return {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
+
+    def collate(self, rows: Sequence[Row]) -> Batch:
+        ids = [r["input_ids"] for r in rows]
+        batch = {
+            "input_ids": _pad(ids, _pad_token(self.tokenizer), "left"),
+            "attention_mask": _pad([[1] * len(r) for r in ids], 0, "left"),
+            "labels": _pad([r["labels"] for r in rows], IGNORED, "left"),
+        }
+        if rows and "target" in rows[0]:
+            batch["target"] = torch.tensor([r["target"] for r in rows], dtype=torch.long)
+        return batch
+
+    def losses(self, model: nn.Module, batch: Batch) -> Losses:
+        return self._losses(*self._tail(model, batch))
+
+    def score(self, model: nn.Module, batch: Batch) -> Scored:
+        """Losses, and whether the likeliest label given the prompt is the row's own."""
+        logits, target = self._tail(model, batch)
+        losses = self._losses(logits, target)
+        if not self.labels:
+            return Scored(losses, None)
+        answers = self._targets(self.labels)
+        heads = torch.tensor([a[0] for a in answers], device=target.device)
+        if len(heads.unique()) == len(heads):
+            # The first token tells the labels apart: it is judged where the true answer begins, on the same logits.
+            first = (target != IGNORED).int().argmax(-1)
+            at_first = logits[torch.arange(len(first), device=first.device), first]
+            return Scored(losses, at_first[:, heads].argmax(-1) == batch["target"])
+        likelihood = torch.stack([-self.losses(model, self._answered(batch, a)).total for a in answers], -1)
+        return Scored(losses, likelihood.argmax(-1) == batch["target"])
+
+    def _tail(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "b t v"], Int[Tensor, "b t"]]:
+        """Logits (float32) and targets at the positions from the first target of any row to the end."""
+        labels, mask = batch["labels"], batch["attention_mask"]
+        used = (labels != IGNORED).any(0).nonzero()
+        tail = labels.shape[1] - int(used[0]) if len(used) else 1
+        extra: dict[str, Any] = {}
+        if _accepts(model, "position_ids"):  # left padding must not count as positions
+            extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if _accepts(model, "logits_to_keep"):
+            extra["logits_to_keep"] = tail + 1
+        if _accepts(model, "use_cache"):
+            extra["use_cache"] = False
+        logits = model(input_ids=batch["input_ids"], attention_mask=mask, **extra).logits
+        return logits[:, -(tail + 1) : -1].float(), labels[:, -tail:]
+
+    def _losses(self, logits: Tensor, target: Tensor) -> Losses:
+        valid = target != IGNORED
+        flat = nn.functional.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return Losses(flat.view(target.shape).sum(-1), valid.sum(-1).to(flat.dtype))
+
+    def _answered(self, batch: Batch, answer: list[int]) -> Batch:
+        """The same prompts, followed by another answer."""
+        device = batch["labels"].device
+        asked = (batch["labels"] == IGNORED) & batch["attention_mask"].bool()
+        prompts = [row[keep].tolist() for row, keep in zip(batch["input_ids"], asked, strict=True)]
+        rows = [{"input_ids": p + answer, "labels": [IGNORED] * len(p) + answer} for p in prompts]
+        return {k: v.to(device) for k, v in self.collate(rows).items()}
+
+
+def _pad_token(tokenizer: Any) -> int:
+    pad = tokenizer.pad_token_id
+    return int(pad if pad is not None else tokenizer.eos_token_id)

@@ -1,0 +1,219 @@
+"""transformers' Trainer with checkpoints that are whole or absent, batches that can be replayed, and a stop at NaN."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+from subspan.errors import NonFinite, SubspanError
+from subspan.files import write_text
+from subspan.tune.part import Part, Run
+from subspan.tune.tasks import Batch
+
+
+class ShuffledBatches:
+    """Row numbers of every batch of a run, in a fixed order: each pass over the data is a new seeded permutation.
+
+    Rows are sorted by length within windows of ``window`` batches, so that little of a batch is padding.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, batches: int, seed: int, window: int = 8) -> None:
+        self.lengths, self.batch_size, self.batches, self.seed, self.window = lengths, batch_size, batches, seed, window
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        made = 0
+        while True:
+            order = torch.randperm(len(self.lengths), generator=generator).tolist()
+            for start in range(0, len(order), self.window * self.batch_size):
+                part = sorted(order[start : start + self.window * self.batch_size], key=self.lengths.__getitem__)
+                chunks = [part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)]
+                for k in torch.randperm(len(chunks), generator=generator).tolist():
+                    if made == self.batches:
+                        return
+                    made += 1
+                    yield chunks[k]
+
+
+class _Rows(torch.utils.data.Dataset):
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+class TuneTrainer(Trainer):
+    """Trains ``run.model`` on ``run.train``; parts may bring the optimiser, the batches and the step."""
+
+    loss_is_scaled_for_ga = True  # losses below are divided by the targets of the whole accumulated batch
+
+    def __init__(self, run: Run, parts: Sequence[Part], **kwargs: Any) -> None:
+        self.run, self.parts = run, parts
+        self._staging: Path | None = None
+        super().__init__(model=run.model, train_dataset=_Rows(run.train), data_collator=run.task.collate, **kwargs)
+        # The task computes the loss; this makes Trainer count the targets of a whole accumulated batch.
+        self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = run.task.loss_shifts
+
+    def get_train_dataloader(self) -> DataLoader:
+        config = self.run.config
+        own = next((b for p in self.parts if (b := p.batches(self.run)) is not None), None)
+        if own is None:
+            lengths = [len(r["input_ids"]) for r in self.run.train]
+            size, steps = config.batch_size // config.accumulate, self.args.max_steps * config.accumulate
+            own = ShuffledBatches(lengths, size, steps, config.seed)
+        self._order: Any = own
+        loader = DataLoader(_Rows(self.run.train), batch_sampler=self._order, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = next(o for p in self.parts if (o := p.optimizer(self.run)) is not None)
+        return self.optimizer
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        for part in self.parts:
+            model.train()
+            loss = part.step(self.run, model, self._prepare_inputs(inputs))
+            if loss is not None:
+                return self._finite(loss)
+        return self._finite(super().training_step(model, inputs, num_items_in_batch))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        losses = self.run.task.losses(model, inputs)
+        if num_items_in_batch is None:
+            return losses.mean()
+        # DistributedDataParallel averages over processes, but the count is of all of them.
+        return self._finite(losses.total.sum() / num_items_in_batch * self.accelerator.num_processes)
+
+    def _finite(self, loss: Tensor) -> Tensor:
+        value = loss.detach().item()
+        if not math.isfinite(value):
+            self._stop(f"the loss is {value}")
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if norm is not None and not math.isfinite(float(norm)):
+            self._stop(f"the gradient norm is {float(norm)}")
+        return norm
+
+    def _stop(self, what: str) -> NoReturn:
+        step, per_step = self.state.global_step, self.run.config.accumulate
+        rows = [i for batch in islice(self._order, step * per_step, (step + 1) * per_step) for i in batch]
+        last = latest_checkpoint(self.run.folder)
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+        raise NonFinite(
+            f"{what} in step {step + 1} (training rows {', '.join(map(str, rows))}): training stops before the weights "
+            f"are touched; {kept}. Lower lr, or look at these rows"
+        )
+
+    # A checkpoint is written beside its place and renamed: a kill at any moment leaves the old ones whole.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        home = self.run.folder / "checkpoints"
+        self._staging = home / ".partial"
+        if self.args.should_save:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        try:
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                for part in self.parts:
+                    part.save(self._staging / name)
+                shutil.rmtree(home / name, ignore_errors=True)
+                (self._staging / name).rename(home / name)
+        except (OSError, RuntimeError) as error:
+            last = latest_checkpoint(self.run.folder)
+            raise SubspanError(
+                f"could not write {name} ({error}); "
+                + (f"the last good one, {last}, is intact" if last else "there was none before")
+            ) from error
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            self._staging = None
+        if self.args.should_save:
+            for old in _checkpoints(self.run.folder)[:-2]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            for part in self.parts:
+                part.load(Path(checkpoint))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = (folder / "checkpoints").glob("checkpoint-*")
+    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a run folder."""
+    found = _checkpoints(folder)
+    return found[-1] if found else None
+
+
+class Journal(TrainerCallback):
+    """Writes metrics.jsonl as training goes, evaluates on the validation rows, and reports progress."""
+
+    def __init__(
+        self,
+        path: Path,
+        evaluate: Callable[[], dict[str, float]] | None,
+        every: int | None,
+        progress: Callable[[int, int, dict[str, float]], None],
+        logs_loss: bool = True,
+    ) -> None:
+        self.path, self.evaluate, self.every, self.progress = path, evaluate, every, progress
+        self.logged = ("loss", "learning_rate", "grad_norm") if logs_loss else ("learning_rate",)
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+    def rewind(self, step: int) -> None:
+        """Forget what a run that resumes at ``step`` writes again: later steps, and the final score."""
+        final = [r for r in self.read() if r["step"] > 0 and any(k.startswith("test_") for k in r)]
+        kept = [r for r in self.read() if r["step"] <= step and r not in final]
+        write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress(state.global_step, state.max_steps, {})
+        if self.evaluate and self.every and state.global_step % self.every == 0 and state.is_world_process_zero:
+            scores = self.evaluate()
+            self.write({"step": state.global_step, **{f"validation_{k}": v for k, v in scores.items()}})
+            self.progress(state.global_step, state.max_steps, {f"validation {k}": v for k, v in scores.items()})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
+            return
+        kept = {k: logs[k] for k in self.logged if k in logs}
+        self.write({"step": state.global_step, **kept})
+        self.progress(state.global_step, state.max_steps, {k: v for k, v in kept.items() if k != "grad_norm"})

@@ -1,0 +1,342 @@
+"""Whole runs on tiny models: what they learn, what they leave, and what they survive."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from subspan.errors import BaseMismatch, ConfigError, DataError, NonFinite, SubspanError, TargetError
+from subspan.tune import parse, plan, tune
+from subspan.tune.recipe import load_model, load_task
+
+
+def adapter(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init": "fisher", "optimizer": "muon"},
+        {"init": "pissa"},
+        {"init": "olora"},
+        {"init": "orthogonal"},
+        {"init": "mica"},
+        {"init": "corda"},
+        {"init": "lora_ga"},
+        {"init": "eva"},
+        {"init": "fisher", "fisher": {"preserve": "zero_b"}},
+        {"adapter": {"dora": True}},
+        {"adapter": {"rslora": True}, "init": "pissa"},
+    ],
+    ids=lambda c: "-".join(map(str, [*c, *c.values()])),
+)
+def test_plain_peft_loads_the_adapter_on_the_unmodified_base_with_the_same_logits(settings, changes, tmp_path):
+    from peft import PeftModel
+
+    config = parse(settings(**changes, calibration_rows=16))
+    kept = {}
+    tune(config, display=Watcher(kept))
+    task, rows = load_task(config)
+    batch = task.collate(rows.test[:8])
+    base = load_model(config, rows.labels).eval()
+    loaded = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+    with torch.no_grad():
+        reloaded = task.score(loaded, batch).losses.total
+    trained = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["loss"]
+    figures = loss_of(task, loaded, rows.test)
+    assert figures == pytest.approx(trained, abs=1e-4)
+    assert torch.isfinite(reloaded).all()
+
+
+class Watcher:
+    def __init__(self, kept=None):
+        self.kept, self.said, self.steps = {} if kept is None else kept, [], []
+
+    def say(self, text):
+        self.said.append(text)
+
+    def progress(self, step, total, figures):
+        self.steps.append((step, total, dict(figures)))
+
+    def evaluated(self, done, total):
+        self.kept["scored"] = (done, total)
+
+
+def loss_of(task, model, rows):
+    from subspan.tune.recipe import Silent, score
+
+    return score(task, model, rows, 8, Silent())["loss"]
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "classification"])
+def test_it_learns_what_a_small_model_can_learn(settings, task):
+    config = parse(settings(task, max_steps=120, lr=1e-2, evaluate_every=None, checkpoint_every=120))
+    watcher = Watcher()
+    summary = tune(config, display=watcher)
+    assert summary["after"]["accuracy"] >= 0.9
+    assert summary["before"]["accuracy"] < 0.8
+    assert watcher.steps[-1][:2] == (120, 120)
+
+
+def test_the_run_folder_holds_what_it_promises(settings, tmp_path):
+    config = parse(settings())
+    summary = tune(config)
+    run = tmp_path / "run"
+    names = {p.name for p in run.iterdir()}
+    assert {"adapter", "config.yaml", "metrics.jsonl", "report.html", "summary.json"} <= names
+    assert "checkpoints" not in names
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 7))
+    assert [r["step"] for r in records if "validation_accuracy" in r] == [3, 6]
+    assert [r["step"] for r in records if "test_accuracy" in r] == [0, 6]
+    page = (run / "report.html").read_text()
+    for part in ("Outcome", "Learning", "The learned update", "What was trained", "Load it again", "<svg"):
+        assert part in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert tune(config) == summary  # a finished run is read, not repeated
+
+
+def test_the_first_step_starts_from_the_base_models_own_answers(settings):
+    config = parse(settings(init="fisher", max_steps=1, evaluate_every=None))
+    summary = tune(config)
+    task, rows = load_task(config)
+    base = load_model(config, rows.labels)
+    assert summary["before"]["loss"] == pytest.approx(loss_of(task, base, rows.test), abs=1e-4)
+
+
+def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path):
+    whole = parse(
+        settings(max_steps=1, evaluate_every=None, output=str(tmp_path / "a"), adapter={"targets": ["q_proj"]})
+    )
+    tune(whole)
+    # One window of two half batches holds the same rows as one batch only when every row is drawn: compare full passes.
+    parts = whole.model_copy(update={"accumulate": 2, "output": tmp_path / "b"})
+    tune(parts)
+    a, b = adapter(tmp_path / "a"), adapter(tmp_path / "b")
+    assert a.keys() == b.keys()
+
+
+KILLS = {
+    "in the first step": "trainer.TuneTrainer.compute_loss",
+    "while the second checkpoint is half written": "trainer.TuneTrainer._save_rng_state",
+    "before a checkpoint is renamed": "parts.starts.PeftStart.save",
+    "after training": "recipe.export_plain_lora",
+}
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_killed_run_resumes_to_bit_equal_weights(settings, tmp_path, when):
+    reference = parse(
+        settings(init="pissa", optimizer="muon", output=str(tmp_path / "whole"), adapter={"dropout": 0.1})
+    )
+    tune(reference)
+    config = reference.model_copy(update={"output": tmp_path / "killed"})
+    place, name = KILLS[when].rsplit(".", 1)
+    script = textwrap.dedent(
+        f"""
+        import os, signal, sys
+        from subspan.tune import load, tune
+        import subspan.tune.recipe as recipe, subspan.tune.trainer as trainer, subspan.tune.parts.starts
+        import subspan.tune.parts as parts
+        holder, name, calls = {place}, {name!r}, []
+        original = getattr(holder, name)
+        def deadly(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == {1 if when in ("in the first step", "after training") else 2}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        setattr(holder, name, deadly)
+        tune(load(sys.argv[1]))
+        """
+    )
+    path = tmp_path / "config.yaml"
+    from subspan.tune.config import dump
+
+    path.write_text(dump(config))
+    died = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, env=os.environ)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    tune(config)
+    assert equal(adapter(tmp_path / "whole"), adapter(tmp_path / "killed"))
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
+
+
+def test_a_private_run_resumes_to_bit_equal_weights_and_the_same_budget(settings, tmp_path, monkeypatch):
+    private = {"epsilon": 8.0, "delta": 1e-3, "twin": False, "noise_seed": 5, "physical_batch": 4}
+    whole = parse(settings("classification", privacy=private, output=str(tmp_path / "whole")))
+    first = tune(whole)
+    config = whole.model_copy(update={"output": tmp_path / "cut"})
+    from subspan.tune.trainer import TuneTrainer
+
+    step, calls = TuneTrainer.training_step, []
+
+    def cut(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(TuneTrainer, "training_step", cut)
+    with pytest.raises(KeyboardInterrupt):
+        tune(config)
+    monkeypatch.undo()
+    second = tune(config)
+    assert equal(adapter(tmp_path / "whole"), adapter(tmp_path / "cut"))
+    assert first["facts"]["privacy"] == second["facts"]["privacy"]
+    assert second["facts"]["privacy"]["steps"] == 6
+
+
+@pytest.mark.parametrize("method", ["prism", "naive", "ffa"])
+def test_private_runs_state_their_budget_and_log_no_private_loss(settings, tmp_path, method):
+    private = {"method": method, "epsilon": 8.0, "delta": 1e-3}
+    summary = tune(parse(settings("classification", privacy=private)))
+    facts = summary["facts"]["privacy"]
+    assert facts["method"] == method
+    assert 0 < facts["epsilon"] <= 8.0
+    assert {"delta", "sigma", "sample_rate", "accountant", "clip_norm"} <= facts.keys()
+    assert summary["twin"]["after"]["accuracy"] >= 0
+    records = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert '"loss"' not in records
+    page = (tmp_path / "run" / "report.html").read_text()
+    for word in ("sigma", "sample_rate", "accountant", "epsilon", "delta", "without privacy"):
+        assert word in page
+
+
+def test_the_plan_counts_parameters_steps_and_noise_without_loading_weights(settings, tmp_path):
+    private = {"epsilon": 8.0, "delta": 1e-3}
+    config = parse(settings("classification", privacy=private, adapter={"targets": ["query"]}))
+    facts = plan(config)
+    assert facts["trained"] == 2 * 4 * (32 + 32) + 2 * 32 + 2  # two layers' factors and the head
+    assert facts["steps"] == 6
+    assert facts["train_rows"] == 180
+    assert facts["sigma"] > 0
+    assert facts["memory_gib"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"data": {"source": "nowhere.csv"}}, DataError, "nowhere.csv"),
+        ({"data": {"text": "txt"}}, DataError, "there is no column 'txt'.*did you mean 'text'"),
+        ({"data": {"validation": 200, "test": 100}}, DataError, "too few"),
+        ({"adapter": {"r": 33}}, ConfigError, "adapter.r=33 exceeds"),
+        ({"adapter": {"targets": ["q_prj"]}}, TargetError, "match no layer.*q_proj"),
+        ({"max_length": 8}, DataError, "max_length=8 leaves no room"),
+        ({"model": "/nowhere/at/all"}, DataError, "/nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_one_sentence(settings, changes, error, words):
+    base = settings(data=changes.pop("data", {}), adapter=changes.pop("adapter", {}))
+    with pytest.raises(error, match=words) as caught:
+        tune(parse(base | changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_table_is_refused(settings, tmp_path):
+    path = tmp_path / "empty.csv"
+    path.write_text("text,label\n")
+    with pytest.raises(DataError, match="holds no rows"):
+        tune(parse(settings(data={"source": str(path)})))
+
+
+def test_a_label_that_training_never_saw_is_named(settings, table, tmp_path):
+    lines = table.read_text().splitlines()
+    path = tmp_path / "rare.csv"
+    path.write_text("\n".join([*lines, "w1 w2,excellent"]) + "\n")
+    found = set()
+    for seed in range(4):  # the one rare row falls into some held-out part for some seed
+        try:
+            load_task(parse(settings("classification", data={"source": str(path)}, seed=seed)))
+        except DataError as error:
+            found.add(str(error))
+    assert all("'excellent', which the training data does not have" in text for text in found)
+
+
+def test_another_configuration_in_the_same_folder_is_refused(settings):
+    tune(parse(settings()))
+    with pytest.raises(ConfigError, match="already holds a run with another lr"):
+        tune(parse(settings(lr=1e-3)))
+    assert tune(parse(settings(lr=1e-3)), fresh=True)["steps"] == 6
+
+
+def test_a_folder_with_other_files_is_never_touched(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match="is no run folder"):
+            tune(parse(settings()), fresh=fresh)
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(settings, tmp_path, monkeypatch):
+    from subspan.tune.tasks import CausalLM, Losses
+
+    losses, calls = CausalLM.losses, []
+
+    def broken(self, model, batch):
+        found = losses(self, model, batch)
+        calls.append(1)
+        return Losses(found.total * float("nan"), found.count) if len(calls) == 4 else found
+
+    monkeypatch.setattr(CausalLM, "losses", broken)
+    config = parse(settings(evaluate_every=None))
+    with pytest.raises(NonFinite, match=r"the loss is nan in step 4 \(training rows [\d, ]+\).*checkpoint-2"):
+        tune(config)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    monkeypatch.undo()
+    assert tune(config)["steps"] == 6
+
+
+def test_a_full_disk_while_saving_leaves_the_old_checkpoint_whole(settings, tmp_path, monkeypatch):
+    from subspan.tune.trainer import TuneTrainer
+
+    save, calls = TuneTrainer._save_optimizer_and_scheduler, []
+
+    def full(self, folder):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return save(self, folder)
+
+    monkeypatch.setattr(TuneTrainer, "_save_optimizer_and_scheduler", full)
+    config = parse(settings())
+    with pytest.raises(SubspanError, match=r"could not write checkpoint-4 .*No space left.*checkpoint-2.*is intact"):
+        tune(config)
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["checkpoint-2"]
+    monkeypatch.undo()
+    assert tune(config)["steps"] == 6
+
+
+def test_resuming_on_an_edited_base_is_refused(settings, causal, tmp_path, monkeypatch):
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(causal, model)
+    config = parse(settings(init="pissa", model=str(model)))
+    from subspan.tune.trainer import TuneTrainer
+
+    monkeypatch.setattr(TuneTrainer, "train", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tune(config)
+    monkeypatch.undo()
+    weights = load_file(model / "model.safetensors")
+    from safetensors.torch import save_file
+
+    save_file({k: v * 1.01 for k, v in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BaseMismatch, match="not those this adapter was started from"):
+        tune(config)
