@@ -227,7 +227,7 @@ def export_plain_lora(
         wrapped: dict[str, Any] = {
             n.removeprefix(_PREFIX): m for n, m in model.named_modules() if adapter_name in getattr(m, "r", ())
         }
-        ranks = {n: ranks.get(n, m.r[adapter_name]) for n, m in wrapped.items()}
+        ranks = {n: ranks.get(n) or m.r[adapter_name] for n, m in wrapped.items()}
         alphas = {n: m.scaling[adapter_name] * ranks[n] for n, m in wrapped.items()}
         config.r, config.lora_alpha = _most_common(ranks), _most_common(alphas)
         # "^" keeps peft from matching a name as the ending of another.

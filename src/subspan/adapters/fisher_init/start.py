@@ -1,9 +1,9 @@
 """Writing a Fisher-guided start into a peft model, with every check before the first write."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -221,17 +221,13 @@ def _check_shiftable(model: nn.Module, pairs: Sequence[FactorPair]) -> None:
                 f"the weight of {pair.name} is tied to another layer: shifting it would change both; use "
                 "preserve='zero_b' or leave the layer out"
             )
-    others = {a for pair in pairs for a in _lora_A(pair)} - {pairs[0].adapter}
+    others = {a for pair in pairs for a in pair.layer.lora_A} - {pairs[0].adapter}
     if others:
         warnings.warn(
             f"the base weights are shifted for adapter {pairs[0].adapter!r}: {', '.join(sorted(others))} will compute "
             "something else on them; preserve='zero_b' leaves the base alone",
             stacklevel=4,
         )
-
-
-def _lora_A(pair: FactorPair) -> Mapping[str, Any]:
-    return pair.layer.lora_A  # pyright: ignore[reportReturnType]
 
 
 def _weight(pair: FactorPair) -> Tensor:

@@ -156,19 +156,20 @@ class Stream:
         self.batch = Batch(0)
 
     def hook(self, layer: Layer) -> Any:
-        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             layer.ran = True
             # Reentrant checkpointing runs the layer once without a graph and again in the backward pass.
             if not torch.is_grad_enabled():
-                return
+                return output
             if not output.requires_grad:
-                output.requires_grad_()  # the first layers of a frozen model start the graph
+                output = _start_of_graph(output)  # the first layers of a frozen model
             x = (args[0] if args else next(iter(kwargs.values()))).detach()
             call = _Call(x, x._version)
             self.batch.calls.setdefault(layer.name, []).append(call)
             # Checkpointing without reentry fires this hook again on recomputation, but gradient reaches only the first
             # call's output: counting in the backward pass counts once.
             output.register_hook(lambda g: self.receive(layer, call, g))
+            return output
 
         return layer.module.register_forward_hook(forward, with_kwargs=True)
 
@@ -221,6 +222,15 @@ class Stream:
                 layer.x = moment
 
 
+def _start_of_graph(output: Tensor) -> Tensor:
+    """The same values, requiring grad. A copy of a leaf, because leaves cannot be changed in place (by a ReLU, say)."""
+    return output.detach().requires_grad_().clone()
+
+
+def _start_hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _start_of_graph(output)
+
+
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, frozen parameters and an embedding output that starts the graph; everything is put back."""
@@ -236,7 +246,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(False)
         if embeddings is not None:
             # With gradient checkpointing the blocks' inputs must require grad.
-            handle = embeddings.register_forward_hook(lambda _m, _a, out: out.requires_grad_())
+            handle = embeddings.register_forward_hook(_start_hook)
         with torch.enable_grad():
             yield
     finally:
