@@ -140,11 +140,15 @@ def _plain_newton_schulz(
     norm = margin * torch.linalg.matrix_norm(y, keepdim=True) + _EPS
     y = y.div_(norm) if overwrite else y / norm
     spare = torch.empty_like(y) if overwrite else None
-    for a, b, c in triples:
-        s = y @ y.mT
-        p = torch.baddbmm(s, s, s, beta=b, alpha=c)
-        y, spare = torch.baddbmm(y, p, y, beta=a, out=spare), y if overwrite else None
+    for triple in triples:
+        y, spare = _quintic_step(y, triple, spare), y if overwrite else None
     return (y.mT if tall else y).reshape(x.shape)
+
+
+def _quintic_step(y: Tensor, triple: tuple[float, float, float], out: Tensor | None) -> Tensor:
+    a, b, c = triple
+    s = y @ y.mT
+    return torch.baddbmm(y, torch.baddbmm(s, s, s, beta=b, alpha=c), y, beta=a, out=out)
 
 
 # Steps before the Gram matrix is formed anew. A Gram matrix in float32 loses the directions below 3e-4 of the largest

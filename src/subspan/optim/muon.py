@@ -24,8 +24,10 @@ from subspan.optim.groups import check_group, name_in, nonfinite
 Scale = Literal["match_rms", "original", "none"]
 MomentumForm = Literal["sum", "lerp"]
 
-# Stacks beyond this are cut into pieces: larger batches gain no speed and cost twice their size in memory.
-_CHUNK_BYTES = 64 * 2**20
+# Stacks beyond this are cut into pieces, because each costs twice its size in memory. On a CPU a stack larger than the
+# cache gains no speed either.
+_CHUNK_BYTES = {"cpu": 2**20}
+_CHUNK_BYTES_ELSEWHERE = 64 * 2**20
 
 
 def muon_scale(shape: Sequence[int], scale: Scale = "match_rms", fan_in_fan_out: bool = False) -> float:
@@ -246,11 +248,12 @@ def state_dtype_of(group: dict[str, Any], param: Tensor) -> torch.dtype:
 
 
 def _buckets(params: list[Tensor], group: dict[str, Any]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape, dtype and device together, in pieces of at most 64 MiB."""
+    """Parameters of one shape, dtype and device together, in pieces."""
     by_kind: dict[Any, list[Tensor]] = {}
     for p in params:
         by_kind.setdefault((p.shape, p.dtype, p.device), []).append(p)
     for same in by_kind.values():
         matrix_bytes = same[0].numel() * state_dtype_of(group, same[0]).itemsize
-        size = max(1, _CHUNK_BYTES // max(1, matrix_bytes)) if group["batched"] else 1
+        chunk = _CHUNK_BYTES.get(same[0].device.type, _CHUNK_BYTES_ELSEWHERE)
+        size = max(1, chunk // max(1, matrix_bytes)) if group["batched"] else 1
         yield from (same[i : i + size] for i in range(0, len(same), size))

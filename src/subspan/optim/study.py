@@ -62,10 +62,20 @@ class StudyConfig:
         return self.lrs.get(f"{mode}-{optimizer}") or self.lrs["default"]
 
 
+# Makes an optimiser of the trainable parameters of a model at a learning rate.
+OptimizerFactory = Callable[[nn.Module, float], torch.optim.Optimizer]
+
+
 def make_optimizer(
-    name: str, model: nn.Module, lr: float, weight_decay: float = 0.0, adamw_pattern: str | None = None
+    name: str | OptimizerFactory,
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.0,
+    adamw_pattern: str | None = None,
 ) -> torch.optim.Optimizer:
-    """ "muon" (``MuonAdamW`` with its routing) or "adamw" (torch's, with its default betas)."""
+    """ "muon" (``MuonAdamW`` with its routing), "adamw" (torch's, with its default betas) or what a factory makes."""
+    if callable(name):
+        return name(model, lr)
     if name == "muon":
         return MuonAdamW(build_muon_groups(model, lr, weight_decay, adamw_pattern=adamw_pattern))
     if name == "adamw":
@@ -115,7 +125,7 @@ def finetune(
     task: Task,
     base: nn.Module,
     mode: str,
-    optimizer: str,
+    optimizer: str | OptimizerFactory,
     lr: float,
     steps: int,
     generator: torch.Generator,
