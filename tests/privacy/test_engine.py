@@ -466,14 +466,19 @@ def test_nan_never_enters_the_sum() -> None:
         assert torch.equal(a.A, b.A)
 
 
-def test_diagnostics_are_off_by_default_and_marked() -> None:
-    priv = engine(adapted())
+@pytest.mark.parametrize("method", ["prism", "naive"])
+def test_diagnostics_are_off_by_default_and_marked(method: str) -> None:
+    priv = engine(adapted(), method=method, init="spectral")
     train(priv, priv.optimizer(0.05))
     assert priv.diagnostics is None
-    priv = engine(adapted(), diagnostics=True)
-    train(priv, priv.optimizer(0.05))
-    assert len(priv.diagnostics) == 6
-    assert all(line["private"] is False and 0 <= line["clip_fraction"] <= 1 for line in priv.diagnostics)
+    priv = engine(adapted(), method=method, init="spectral", diagnostics=True, max_grad_norm=0.1)
+    opt = priv.optimizer(0.05)
+    train(priv, opt, until=5)
+    opt.step()  # an empty batch
+    assert [line["step"] for line in priv.diagnostics] == [1, 2, 3, 4, 5, 6]
+    assert all(line["private"] is False for line in priv.diagnostics)
+    assert all(0.5 < line["clip_fraction"] <= 1 and 0 < line["snr"] < 10 for line in priv.diagnostics[:5])
+    assert (priv.diagnostics[5]["examples"], priv.diagnostics[5]["snr"]) == (0, 0.0)
 
 
 def test_a_closure_or_an_edit_during_a_step_is_refused() -> None:

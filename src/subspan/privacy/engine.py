@@ -46,7 +46,8 @@ class PrismConfig:
         max_physical_batch: most examples per forward pass of ``micro_batches``; memory only.
         public_data: allow a peft start that looked at data, because that data is public.
         allow_unused: modules that a forward pass skips count as zero gradient instead of an error.
-        diagnostics: keep clip fractions and norms in ``PrismPrivacy.diagnostics``. They are NOT private.
+        diagnostics: keep clip fractions, norms and signal-to-noise ratios in ``PrismPrivacy.diagnostics``. They are
+            NOT private.
     """
 
     target_epsilon: float | None = None
@@ -358,6 +359,7 @@ class PrismPrivacy:
         if changed := [n for n, p in self._parameters.items() if p._version != self._versions[n]]:
             raise PrivacyError(f"{changed[0]} was changed between priv.backward and optimizer.step()")
         with torch.no_grad():
+            self._diagnose()
             for s in self._sums:
                 s.release(self.noise_std, self.expected_batch_size, self.generator)
         self._written = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -395,19 +397,26 @@ class PrismPrivacy:
                         f"(dtype {self._parameters[name].dtype}; keep adapters in float32) or the parameter is stale"
                     )
             self._before, self._moved = None, bool(moving) or self._moved
-        if self.diagnostics is not None:
-            norms = torch.cat(self._notes) if self._notes else torch.zeros(0)
-            self._notes = []
-            clipped = float((norms > self.cfg.max_grad_norm).float().mean()) if len(norms) else 0.0
-            self.diagnostics.append(
-                {
-                    "private": False,
-                    "step": self.steps_done,
-                    "examples": len(norms),
-                    "clip_fraction": clipped,
-                    "mean_norm": float(norms.mean()) if len(norms) else 0.0,
-                }
-            )
+
+    def _diagnose(self) -> None:
+        """One line of NON-private numbers on the step that is about to be released, if they were asked for."""
+        if self.diagnostics is None:
+            return
+        norms = torch.cat(self._notes) if self._notes else torch.zeros(0)
+        self._notes = []
+        signals, dims = zip(*(s.signal() for s in self._sums), strict=True)
+        noise = self.sigma * self.cfg.max_grad_norm * math.sqrt(sum(dims)) if self.sigma > 0 else 0.0
+        signal = math.sqrt(sum(float(x) for x in signals))
+        self.diagnostics.append(
+            {
+                "private": False,
+                "step": self.steps_done + 1,
+                "examples": len(norms),
+                "clip_fraction": float((norms > self.cfg.max_grad_norm).float().mean()) if len(norms) else 0.0,
+                "mean_norm": float(norms.mean()) if len(norms) else 0.0,
+                "snr": signal / noise if noise > 0 else math.inf,
+            }
+        )
 
     # --------------------------------------------------------------------------------------------- budget and files
 

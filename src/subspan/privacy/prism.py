@@ -30,10 +30,23 @@ Horizontal = Literal["both", "pre_moment", "pre_retract", "none"]
 # ------------------------------------------------------------------------------------------------------- mathematics
 
 
-def horizontalise(z: LowRank, dA: Tensor, dB: Tensor) -> tuple[Tensor, Tensor]:
+class Grams(NamedTuple):
+    """M = AᵀA and N = BᵀB with their eigenvalues and eigenvectors, all r x r."""
+
+    M: Tensor
+    N: Tensor
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, z: LowRank) -> "Grams":
+        both = torch.stack([z.A.mT @ z.A, z.B.mT @ z.B])
+        return cls(both[0], both[1], *torch.linalg.eigh(both))
+
+
+def horizontalise(z: LowRank, dA: Tensor, dB: Tensor, grams: Grams | None = None) -> tuple[Tensor, Tensor]:
     """The representative (dA, dB) of the same dZ = dA Bᵀ + A dBᵀ with the least |dA|² + |dB|²: Aᵀ dA = dBᵀ B."""
-    mu, p = torch.linalg.eigh(z.A.mT @ z.A)
-    nu, q = torch.linalg.eigh(z.B.mT @ z.B)
+    _, _, (mu, nu), (p, q) = Grams.of(z) if grams is None else grams
     # (3.3) M Om + Om N = dBᵀ B - Aᵀ dA; the clamp keeps a collapsed pair of directions from dividing by zero
     denominator = (mu.unsqueeze(-1) + nu.unsqueeze(-2)).clamp(min=1e-12)
     om = p @ (p.mT @ (dB.mT @ z.B - z.A.mT @ dA) @ q / denominator) @ q.mT
@@ -125,11 +138,10 @@ def adaptive_side(
     """(3.3) One factor's preconditioned direction, and its updated moments. ``t`` counts steps from 1."""
     b1, b2 = rule.betas
     whitened = rule.precond == "whitened"
+    seen = gram
     if whitened:  # in d gram^{1/2} the noise is tau² I, so the scalar floor is exact
         d = d @ _on_spectrum(gram, torch.sqrt)
-        gram_seen = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
-    else:
-        gram_seen = gram
+        seen = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
     rows, n = d.shape[-2], t[..., None, None]
     first = b1 * moments.first + (1 - b1) * d
     second = b2 * moments.second + (1 - b2) * (d.mT @ d) / rows
@@ -141,9 +153,7 @@ def adaptive_side(
         horizontal = rule.horizontal in ("both", "pre_moment")
         noise = noise_moment(gram, rows, horizontal=horizontal, whitened=whitened)
         vhat = vhat - rule.noise_std**2 * noise
-    floor = eigenvalue_floor(
-        rule.floor, factor=rule.floor_factor, noise_std=rule.noise_std, gram=gram_seen, share=share
-    )
+    floor = eigenvalue_floor(rule.floor, factor=rule.floor_factor, noise_std=rule.noise_std, gram=seen, share=share)
     direction = mhat @ inverse_root(vhat, eps=rule.eps, floor=floor, cond_max=rule.cond_max)
     if whitened:
         direction = direction @ _on_spectrum(gram, torch.rsqrt)
@@ -154,13 +164,14 @@ def adaptive_direction(
     z: LowRank, dA: Tensor, dB: Tensor, a: Moments, b: Moments, t: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Moments, Moments]:
     """(3.3) The DP-aware adaptive direction (UA, UB) from a lifted gradient at balanced ``z``."""
+    grams = Grams.of(z)
     if rule.horizontal in ("both", "pre_moment"):
-        dA, dB = horizontalise(z, dA, dB)
+        dA, dB = horizontalise(z, dA, dB, grams)
     m, r = z.A.shape[-2:]
-    uA, a = adaptive_side(dA, a, t, z.B.mT @ z.B, (m - r) / m, rule)
-    uB, b = adaptive_side(dB, b, t, z.A.mT @ z.A, 1.0, rule)
+    uA, a = adaptive_side(dA, a, t, grams.N, (m - r) / m, rule)
+    uB, b = adaptive_side(dB, b, t, grams.M, 1.0, rule)
     if rule.horizontal in ("both", "pre_retract"):
-        uA, uB = horizontalise(z, uA, uB)
+        uA, uB = horizontalise(z, uA, uB, grams)
     return uA, uB, a, b
 
 

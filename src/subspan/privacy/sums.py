@@ -77,6 +77,11 @@ class LayerSum:
     def forget(self) -> None:
         self._weight_examples = self._bias_examples = None
 
+    def signal(self) -> tuple[Tensor, int]:
+        """Squared norm of the step's sum, and the number of coordinates that get noise."""
+        parts = [part.square().sum() for part in (self._weight_sum, self._bias_sum) if part is not None]
+        return sum(parts, torch.zeros(())), sum(p.numel() for p in self.parameters().values())
+
     def release(self, std: float, divisor: float, generator: torch.Generator) -> None:
         weight: nn.Parameter = self.module.weight  # pyright: ignore[reportAssignmentType]
         total = None if self._weight_sum is None else as_stored(self.module, self._weight_sum)
@@ -143,6 +148,9 @@ class TangentSum:
 
     def forget(self) -> None:
         self._gv = self._gu = None
+
+    def signal(self) -> tuple[Tensor, int]:
+        return self.space.split(*self._sums).norm_sq(), self.space.dim
 
     def release(self, std: float, divisor: float, generator: torch.Generator) -> None:
         gv, gu = self._sums
