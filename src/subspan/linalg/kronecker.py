@@ -29,6 +29,10 @@ class DenseCovariance:
         return self.matrix.shape[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.matrix.dtype
+
+    @property
     def trace(self) -> Float[Tensor, ""]:
         return self.matrix.trace()
 
@@ -98,6 +102,10 @@ class SpikedCovariance:
     @property
     def dim(self) -> int:
         return self.vectors.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.vectors.dtype
 
     @property
     def trace(self) -> Float[Tensor, ""]:

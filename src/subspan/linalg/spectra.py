@@ -85,9 +85,9 @@ def leading_eigh(
     The Krylov basis holds ``depth`` blocks of k + ``oversample`` columns (8 at least); when it is full, its leading
     Ritz vectors are kept and it grows again (Stewart 2001), until every residual |S v - l v| is at most ``tol`` |l|,
     or so small beside the gap below the k-th Ritz value that the subspace is known to within ``angle`` radians (Davis
-    and Kahan 1970), or lost in rounding. Small dense matrices, and those on which it does not converge, are decomposed
-    whole; a product raises ``RuntimeError`` then. For a product give ``n`` and ``like`` (a tensor with the dtype and
-    device of the vectors).
+    and Kahan 1970), or lost in rounding. Small matrices are decomposed whole, and so are dense ones on which it does
+    not converge; a product raises ``RuntimeError`` then. For a product give ``n`` and ``like`` (a tensor with the dtype
+    and device of the vectors).
     """
     dense = s if isinstance(s, Tensor) else None
     size = dense.shape[0] if dense is not None else n
@@ -97,13 +97,13 @@ def leading_eigh(
     if not 1 <= k <= size:
         raise ValueError(f"k must lie between 1 and n = {size}, got {k}")
     block = min(max(k + oversample, 8), size)
-    # Measured on CPU: there the whole decomposition is as fast.
-    if dense is not None and (size <= 512 or 2 * block * depth >= size):
-        return _whole(dense, k)
     apply: Matvec = dense.matmul if dense is not None else s  # pyright: ignore[reportAssignmentType]
+    # Measured on CPU: there the whole decomposition is as fast.
+    if 2 * block * depth >= size or (dense is not None and size <= 512):
+        return _whole(apply(torch.eye(size, dtype=proto.dtype, device=proto.device)) if dense is None else dense, k)
     basis = orthonormalise(torch.randn(size, block, generator=generator, dtype=proto.dtype, device=proto.device))
     image = last = apply(basis)
-    width = min(depth, size // block) * block
+    width = depth * block
     error = torch.inf
     for _ in range(max_restarts):
         while basis.shape[1] + block <= width:

@@ -99,7 +99,7 @@ def factor_pairs(model: nn.Module, adapter_name: str = "default") -> list[Factor
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """The base model's own floating-point parameters, by the name they have without peft."""
     names = {}
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters(remove_duplicate=False):  # tied weights under each of their names
         if ".lora_" in name or ".modules_to_save." in name or not p.is_floating_point():
             continue
         clean = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")

@@ -47,7 +47,7 @@ def allocate_ranks(
     stats: FisherStats,
     r: int,
     *,
-    lora_alpha: float,
+    lora_alpha: float | int,
     rho: float = 1.0,
     normalize: bool = True,
     adjust_scaling: bool = False,

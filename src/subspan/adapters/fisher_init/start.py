@@ -129,8 +129,9 @@ def fisher_init(
         rank = min(r, m, n)
         w = _weight(pair) if residual else None
         d = directions(
-            w, layer, rank, mode=mode, sign=sign if residual else "fixed", select=select,
-            corrected=corrected, damping=damping, generator=generator or _solver_start(pair.A),
+            None if w is None else w.to(layer.dtype), layer, rank,
+            mode=mode, sign=sign if residual else "fixed", select=select, corrected=corrected, damping=damping,
+            generator=generator or _solver_start(pair.A),
         )  # fmt: skip
         if w is None:
             start = LowRank(torch.zeros_like(d.U), d.V)

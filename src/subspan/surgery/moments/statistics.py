@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from subspan.errors import DataError
@@ -43,6 +44,10 @@ class LayerMoments:
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
         return self.outputs.dim, self.inputs.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.outputs.dtype
 
     @property
     def fisher(self) -> KroneckerCovariance:
