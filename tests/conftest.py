@@ -7,7 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("subspan", "beartype.beartype")
+install_import_hook("subspan", "tests.typecheck.checked")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,6 +1,7 @@
 """subspan tune: fine-tune a Hugging Face model with a low-rank adapter."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,6 +80,8 @@ def tune(
         return
     if config is None:
         raise typer.BadParameter("name a configuration file (--schema prints what it may hold)", param_hint="CONFIG")
+    # Bars that libraries draw by themselves would cut through ours; tqdm reads this when it is first imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     display = Terminal()
     display.say(f"subspan tune {config}")
     from subspan.tune import config as configuration

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -380,14 +381,22 @@ def _require_extra() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Libraries' own progress bars and advice off, warnings about real trouble on."""
+    """Libraries' own progress bars and advice off; warnings about real trouble stay."""
+    import datasets
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), datasets.are_progress_bars_disabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+            # A GGUF file has no config.json; peft looks for one to see whether the vocabulary was changed.
+            warnings.filterwarnings("ignore", message="Could not find a config file")
+            yield
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
+        if not bars:
+            datasets.enable_progress_bars()
