@@ -7,6 +7,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401  (the hook looks the checker up by name)
+
 install_import_hook("subspan", "tests.typecheck.checked")
 
 import pytest  # noqa: E402
