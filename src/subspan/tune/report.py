@@ -56,6 +56,7 @@ def write_report(folder: RunFolder, config: Config, summary: Mapping[str, Any]) 
         _trained(summary),
         _reload(config, folder),
         Section("Configuration", [Code(dump(config))]),
+        _layers(summary["layers"]),
     ]
     lead = f"{config.model} on {config.data.source}: {config.max_steps} steps, {summary['seconds']:.0f} s."
     Page(f"subspan tune: {config.output.name}", sections, lead).write(folder.report)
@@ -128,6 +129,10 @@ def _update(layers: Sequence[Mapping[str, Any]]) -> Section:
         )
     ranks = {role: [row["effective_rank"] for row in rows] for role, rows in by_role.items()}
     blocks.append(Figure(bars(ranks, ylabel="effective rank of the update"), "Effective rank, one point per layer."))
+    return Section("The learned update", blocks)
+
+
+def _layers(layers: Sequence[Mapping[str, Any]]) -> Section:
     columns = ["layer", "shape", "r", "update / weight", "effective rank", "stable rank"]
     table = [
         [
@@ -140,8 +145,8 @@ def _update(layers: Sequence[Mapping[str, Any]]) -> Section:
         ]
         for row in layers
     ]
-    blocks.append(Table(columns, table, "Frobenius norm of the update relative to the weight, and its ranks."))
-    return Section("The learned update", blocks)
+    caption = "The update's Frobenius norm relative to the weight's, and its ranks."
+    return Section("Layer by layer", [Table(columns, table, caption)])
 
 
 def _trained(summary: Mapping[str, Any]) -> Section:
