@@ -151,17 +151,16 @@ def test_update_strength_sees_trained_copies_of_saved_modules() -> None:
 
 
 def test_tiny_updates_have_an_accurate_cosine_distance() -> None:
-    base, model = llama(), llama()
-    layer, before = model.model.layers[0].self_attn.q_proj, base.model.layers[0].self_attn.q_proj
+    model = trained_adapter()
+    pair = factor_pairs(model)[0]
     with torch.no_grad():
-        layer.weight.add_(1e-4 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0)) / 32)
-    row = update_strength(model, base)[0]
-    w, w0 = layer.weight.detach().double(), before.weight.detach().double()
-    # In exact arithmetic, from the part of the update orthogonal to W0: 1 - cos = 1 - sqrt(1 - sin²).
-    sine = float((w - (w * w0).sum() / w0.norm() ** 2 * w0).norm() / w.norm())
-    assert row["layer"] == "model.layers.0.self_attn.q_proj"
-    assert row["cosd"] == pytest.approx(sine**2 / (1 + math.sqrt(1 - sine**2)), rel=1e-3)
-    assert row["cosd"] < 1e-7
+        pair.param_A.mul_(1e-8)
+    w0, update = weight_matrix(pair.layer).double(), 2.0 * (pair.A.double() @ pair.B.double().mT)
+    # 1 - cos is half the squared sine here, which the part of the update orthogonal to W0 tells.
+    sine = float((update - (update * w0).sum() / w0.norm() ** 2 * w0).norm() / w0.norm())
+    row = next(row for row in update_strength(model) if row["layer"] == pair.name)
+    assert 0 < row["cosd"] < 1e-15  # below the rounding of 1 - cos itself
+    assert row["cosd"] == pytest.approx(sine**2 / 2, rel=1e-4)
 
 
 def test_update_strength_refusals() -> None:

@@ -46,14 +46,15 @@ def test_tied_embeddings_go_to_adamw_once() -> None:
 
 
 def test_lora_factors_go_to_muon_and_dora_magnitudes_and_saved_modules_to_adamw() -> None:
-    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True, modules_to_save=["lm_head"])
+    saved = ["lm_head", "down_proj"]
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=True, modules_to_save=saved)
     model = get_peft_model(llama(), config)
     routed = destinations(model)
     assert {n for n, use_muon in routed.items() if use_muon} == {
         n for n in routed if n.endswith(("lora_A.default.weight", "lora_B.default.weight"))
     }
     assert {n.split(".")[-3] for n, use_muon in routed.items() if not use_muon} >= {"lora_magnitude_vector"}
-    assert routed["lm_head.modules_to_save.default.weight"] is False
+    assert sum("modules_to_save" in n for n in routed) == 3
     exactly_once(model, build_muon_groups(model))
 
 

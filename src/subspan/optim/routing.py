@@ -69,8 +69,6 @@ def _route(model: nn.Module, owned: Owned, output: nn.Module | None, lora_everyw
         return False, "modules_to_save"
     if param.ndim < 2:
         return False, "vector or scalar"
-    if "lora_magnitude_vector" in name:
-        return False, "DoRA magnitude"
     if factor:
         layer_name = name[: factor.start()]
         layer = base_layer(model.get_submodule(layer_name))
