@@ -355,7 +355,7 @@ def test_any_torch_optimizer_and_scheduler_can_be_attached() -> None:
     assert priv.steps_done == 3
 
 
-def test_a_classification_head_enters_the_same_norm_and_is_noised() -> None:
+def test_a_classification_head_enters_the_same_norm_and_is_noised(tmp_path) -> None:
     model = adapted(target_modules=["0", "2"], modules_to_save=["4"])
     priv = engine(model, sigma=0.0, max_grad_norm=0.2)
     assert [p.shape for p in priv.dense_parameters] == [(4, 12), (4,)]
@@ -384,6 +384,9 @@ def test_a_classification_head_enters_the_same_norm_and_is_noised() -> None:
     before = [p.detach().clone() for p in noisy.parameters()]
     train(noisy, opt)
     assert not any(torch.equal(a, b) for a, b in zip(before, noisy.parameters(), strict=True))
+    noisy.export(tmp_path)
+    again = PeftModel.from_pretrained(network(), tmp_path, autocast_adapter_dtype=False)
+    torch.testing.assert_close(again(x), noisy.model(x), rtol=1e-9, atol=1e-9)
 
 
 # ------------------------------------------------------------------------- defects that must be impossible (section 6)

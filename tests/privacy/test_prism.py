@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from subspan.errors import NonFinite
 from subspan.linalg import SVD, LowRank, random_orthonormal
-from subspan.privacy import Prism, spectral_init
+from subspan.privacy import Prism, balanced_random_init, spectral_init
 from subspan.privacy.prism import (
     Moments,
     Rule,
@@ -293,6 +293,19 @@ def test_update_cap_and_trust_ratio_bound_the_step() -> None:
         for z, pair in zip(before, pairs, strict=True):
             moved = float((pair.low_rank(D).dense() - z.dense()).norm())
             assert moved == pytest.approx(1e-3 * expected(z), rel=0.01)
+
+
+def test_a_small_step_moves_the_factors_little_so_that_moments_keep_their_meaning() -> None:
+    model = adapted()
+    pairs = factor_pairs(model)
+    balanced_random_init(pairs, generator=torch.Generator().manual_seed(0))  # equal singular values: no preferred frame
+    opt = Prism(pairs, 1e-7)
+    fit(model, opt, 3)
+    before = [LowRank(p.A.clone(), p.B.clone()) for p in pairs]
+    fit(model, opt, 1)
+    for z, pair in zip(before, pairs, strict=True):
+        assert float((pair.A - z.A).norm()) < 1e-2 * float(z.A.norm())
+        assert float((pair.B - z.B).norm()) < 1e-2 * float(z.B.norm())
 
 
 def test_weight_decay_shrinks_z_itself() -> None:

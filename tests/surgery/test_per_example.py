@@ -31,7 +31,7 @@ def record(model: nn.Module, names: list[str], losses: Tensor, recorder: Example
     """Dense per-example weight gradients by layer, in the stored orientation."""
     got: dict[str, ExampleGradients] = {}
 
-    def consume(name: str, call: int, gradient: LayerGradient) -> None:
+    def consume(name: str, gradient: LayerGradient) -> None:
         got[name] = add_calls(got.get(name), example_gradients(gradient.D, gradient.X))
 
     recorder.backward(losses, consume)
@@ -135,7 +135,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     layer = nn.Linear(8, 4).bfloat16()
     recorder = ExampleRecorder({"": layer})
     seen: list[LayerGradient] = []
-    recorder.backward(layer(torch.randn(3, 8).bfloat16()).float().sum(1), lambda n, c, g: seen.append(g))
+    recorder.backward(layer(torch.randn(3, 8).bfloat16()).float().sum(1), lambda _, g: seen.append(g))
     assert seen[0].D.dtype == seen[0].X.dtype == torch.float32
 
 
@@ -153,6 +153,7 @@ def test_a_layer_without_gradient_is_named_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     recorder = ExampleRecorder({"a": model[0], "b": model[1]})
     x = torch.randn(4, 3)
+    recorder.backward(model(x).sum(1), lambda *_: None)
     with pytest.raises(TargetError, match="a has no per-example gradient: it took no part"):
         recorder.backward(model[1](x).sum(1), lambda *_: None)
     with torch.no_grad():

@@ -323,7 +323,7 @@ class PrismPrivacy:
             for s in self._sums:
                 s.forget()
 
-    def _take(self, layer: str, call: int, gradient: LayerGradient) -> None:
+    def _take(self, layer: str, gradient: LayerGradient) -> None:
         self._owner[layer].take(layer, gradient)
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ recorder hands out D and X as soon as back-propagation reaches a layer, and comp
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -137,7 +136,7 @@ def check_supported(name: str, module: nn.Module) -> None:
 
 
 Notify = Callable[[Tensor, Tensor], None]
-Consumer = Callable[[str, int, LayerGradient], None]
+Consumer = Callable[[str, LayerGradient], None]
 
 
 class _Tap(torch.autograd.Function):
@@ -172,7 +171,7 @@ class ExampleRecorder:
             check_supported(name, module)
         self.layers, self.allow_unused = dict(layers), allow_unused
         self._anchor = torch.zeros((), requires_grad=True)
-        self._calls: Counter[str] = Counter()
+        self._called: set[str] = set()
         self._without_grad: set[str] = set()
         self._size = 0
         self._consume: Consumer | None = None
@@ -187,10 +186,10 @@ class ExampleRecorder:
         self._handles.clear()
 
     def backward(self, losses: Float[Tensor, " b"], consume: Consumer) -> None:
-        """Back-propagate ``losses.sum()`` and hand each layer call's D and X to ``consume(name, call, gradient)``.
+        """Back-propagate ``losses.sum()`` and hand D and X of each layer's calls to ``consume(name, gradient)``.
 
-        ``call`` counts a layer's calls within one forward pass. No ``.grad`` is written. A layer that was called but on
-        which the losses do not depend is not handed out: its gradient is zero.
+        No ``.grad`` is written. A layer that was called but on which the losses do not depend is not handed out: its
+        gradient is zero.
 
         Raises:
             TargetError: a layer took no part in the forward pass, or its input does not have one row per loss, so that
@@ -198,20 +197,20 @@ class ExampleRecorder:
         """
         fired: set[str] = set()
 
-        def note(name: str, call: int, gradient: LayerGradient) -> None:
+        def note(name: str, gradient: LayerGradient) -> None:
             fired.add(name)
-            consume(name, call, gradient)
+            consume(name, gradient)
 
         self._size, self._consume = len(losses), note
         try:
             if losses.requires_grad:
                 torch.autograd.grad(losses.sum(), self._anchor, allow_unused=True)
             for name in self.layers:
-                if name not in fired and name not in self._calls and not self.allow_unused:
+                if name not in fired and name not in self._called and not self.allow_unused:
                     raise TargetError(f"{name} has no per-example gradient: {self._why_uncalled(name)}")
         finally:
             self._consume = None
-            self._calls.clear()
+            self._called.clear()
             self._without_grad.clear()
 
     def _why_uncalled(self, name: str) -> str:
@@ -223,13 +222,10 @@ class ExampleRecorder:
         if not torch.is_grad_enabled():
             self._without_grad.add(name)
             return output
-        call = self._calls[name]
-        # Non-reentrant checkpointing repeats the forward during the backward: the call is counted already.
-        if self._consume is None:
-            self._calls[name] += 1
-        return _Tap.apply(output, x.detach(), self._anchor, partial(self._notify, name, call))  # pyright: ignore
+        self._called.add(name)
+        return _Tap.apply(output, x.detach(), self._anchor, partial(self._notify, name))  # pyright: ignore
 
-    def _notify(self, name: str, call: int, x: Tensor, d: Tensor) -> None:
+    def _notify(self, name: str, x: Tensor, d: Tensor) -> None:
         if self._consume is None:
             raise TargetError(
                 f"{name}: this forward pass was recorded for per-example gradients, where loss.backward() would leave "
@@ -241,7 +237,7 @@ class ExampleRecorder:
                 "one row of the first dimension (token routing and packing mix them)"
             )
         with torch.no_grad():
-            self._consume(name, call, layer_gradient(self.layers[name], x, d))
+            self._consume(name, layer_gradient(self.layers[name], x, d))
 
 
 def _hook(recorder: "weakref.ref[ExampleRecorder]", name: str) -> Callable[..., Tensor]:
