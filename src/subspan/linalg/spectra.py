@@ -99,7 +99,7 @@ def leading_eigh(
     block = min(max(k + oversample, 8), size)
     apply: Matvec = dense.matmul if dense is not None else s  # pyright: ignore[reportAssignmentType]
     # Measured on CPU: there the whole decomposition is as fast.
-    if 2 * block * depth >= size or (dense is not None and size <= 512):
+    if 2 * block * depth >= size or (dense is not None and size <= 256):
         return _whole(apply(torch.eye(size, dtype=proto.dtype, device=proto.device)) if dense is None else dense, k)
     basis = orthonormalise(torch.randn(size, block, generator=generator, dtype=proto.dtype, device=proto.device))
     image = last = apply(basis)

@@ -94,6 +94,7 @@ def collect_fisher(
     fingerprint = base_fingerprint(model, parameters)
     objective = Objective(model, fisher, loss_fn, positions, gradient, generator)
     size = 4 * rank + 16
+    share = -(-n_samples // _world_size())
 
     # Every process draws the same test matrices, so that their images can be summed.
     seed = 0 if generator is None else generator.initial_seed()
@@ -120,14 +121,14 @@ def collect_fisher(
             mean = torch.zeros(shape, dtype=dtype, device=device) if gradient else None
             states.append(Layer(name, module, shape, new_moment(shape[0], device), mean))
         stream = Stream(states, reduce, new_moment)
-        examples = _run(stream, objective, dataloader, n_samples, rank, converged)
+        examples = _run(stream, objective, dataloader, share, rank, converged)
         _reduce_processes(stream)
         _check_reached(states)
         # Without labels (mc, exact) no mean gradient was measured: that is not a gradient of zero.
         labelled = any(layer.gradient is not None and bool(layer.gradient.any()) for layer in states)
         found = _finish(states, rank, keep_gradient=labelled or fisher == "empirical")
         if corrected:
-            found = _correct(found, states, stream, objective, dataloader, n_samples, rank)
+            found = _correct(found, states, stream, objective, dataloader, examples, rank)
         moments |= {n: _compress(m, size) for n, m in found.items()} if layers_per_pass else found
     return FisherStats(moments, fingerprint, fisher, examples, public, parameters)
 
@@ -179,15 +180,14 @@ def _run(
     stream: Stream,
     objective: Objective,
     dataloader: Iterable[Any],
-    n_samples: int,
+    limit: int,
     rank: int,
     converged: float | None,
 ) -> int:
-    """One pass over the data; returns the number of examples that this process saw."""
+    """One pass over at most ``limit`` examples (to the end of a batch); returns how many this process saw."""
     model = objective.model
     weight = next(model.parameters())
     scale = _FP16_SCALE if weight.dtype == torch.float16 else 1.0
-    share = -(-n_samples // _world_size())
     examples = check_at = 0
     before: list[Tensor] = []
     with calibrating(model):
@@ -196,23 +196,12 @@ def _run(
             for index, raw in enumerate(dataloader):
                 batch = to_device(raw, weight.device)
                 stream.batch = Batch(index, scale=scale)
-                mask, losses = objective.losses(batch)
-                stream.batch.mask = mask
-                upcoming = next(losses, None)
-                while upcoming is not None:
-                    adds, loss = upcoming
-                    if not bool(torch.isfinite(loss)):
-                        raise NonFinite(f"the loss of calibration batch {index} is {float(loss)}")
-                    upcoming = next(losses, None)
-                    stream.batch.adds = adds
-                    if not loss.requires_grad:
-                        raise TargetError(_unreached([layer.name for layer in stream.layers]))
-                    (loss * scale).backward(retain_graph=upcoming is not None)
+                _send_back(stream, objective, batch)
                 if stream.sink is None:
                     stream.absorb_inputs()
                 stream.batch = Batch(index)
                 examples += batch_size(batch)
-                if examples >= share or index + 1 >= MAX_BATCHES:
+                if examples >= limit or index + 1 >= MAX_BATCHES:
                     break
                 if converged is not None and stream.sink is None and examples >= check_at:
                     after = _leading_subspaces(stream.layers, rank)
@@ -226,6 +215,20 @@ def _run(
     if examples == 0:
         raise DataError("the calibration dataloader is empty: it gave no batch")
     return examples
+
+
+def _send_back(stream: Stream, objective: Objective, batch: Any) -> None:
+    """Forward, and each loss backward into the hooks. The graph, whose hooks hold the inputs, ends with this call."""
+    stream.batch.mask, losses = objective.losses(batch)
+    upcoming = next(losses, None)
+    while upcoming is not None:
+        stream.batch.adds, loss = upcoming
+        if not bool(torch.isfinite(loss)):
+            raise NonFinite(f"the loss of calibration batch {stream.batch.index} is {float(loss)}")
+        if not loss.requires_grad:
+            raise TargetError(_unreached([layer.name for layer in stream.layers]))
+        upcoming = next(losses, None)
+        (loss * stream.batch.scale).backward(retain_graph=upcoming is not None)
 
 
 def _leading_subspaces(layers: Sequence[Layer], rank: int) -> list[Tensor]:
@@ -271,33 +274,37 @@ def _check_reached(layers: Sequence[Layer]) -> None:
 
 
 def _finish(layers: Sequence[Layer], rank: int, *, keep_gradient: bool) -> dict[str, LayerMoments]:
-    """Means of the sums; an expert that saw few tokens is shrunk towards the mean of its siblings."""
+    """Means of the sums, in place; an expert that saw few tokens is shrunk towards the mean of its siblings."""
     families: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         families.setdefault(_siblings(layer), []).append(layer)
-    means: dict[int, Covariance] = {}
-    moments, starved = {}, []
+    shrunk: dict[str, tuple[Covariance, Covariance]] = {}
     for layer in layers:
         family = families[_siblings(layer)]
         if layer.positions < 4 * rank and layer.positions < max(other.positions for other in family):
-            starved.append(layer.name)
-            moments[layer.name] = _shrunk(layer, family, 4 * rank, keep_gradient)
-            continue
-        assert layer.x is not None  # _check_reached left no other layer without inputs
-        if id(layer.x) not in means:
-            means[id(layer.x)] = layer.x.mean(layer.positions)
-        mean = layer.gradient / layer.positions if keep_gradient and layer.gradient is not None else None
-        moments[layer.name] = LayerMoments(means[id(layer.x)], layer.y.mean(layer.positions), mean, layer.positions)
-    if starved:
+            shrunk[layer.name] = _shrunk(layer, family, 4 * rank)
+    if shrunk:
         warnings.warn(
-            f"{len(starved)} layers saw fewer than {4 * rank} tokens ({', '.join(starved[:4])}...): their statistics "
+            f"{len(shrunk)} layers saw fewer than {4 * rank} tokens ({', '.join([*shrunk][:4])}...): their statistics "
             "are shrunk towards their siblings'; use more calibration data",
             stacklevel=3,
         )
+    means: dict[int, Covariance] = {}
+    moments = {}
+    for layer in layers:
+        if layer.name in shrunk:
+            x, y = shrunk[layer.name]
+        else:
+            assert layer.x is not None  # _check_reached left no such layer without inputs
+            if id(layer.x) not in means:
+                means[id(layer.x)] = layer.x.spent(layer.positions)
+            x, y = means[id(layer.x)], layer.y.spent(layer.positions)
+        mean = layer.gradient.div_(max(layer.positions, 1)) if keep_gradient and layer.gradient is not None else None
+        moments[layer.name] = LayerMoments(x, y, mean, layer.positions)
     return moments
 
 
-def _shrunk(layer: Layer, family: Sequence[Layer], enough: int, keep_gradient: bool) -> LayerMoments:
+def _shrunk(layer: Layer, family: Sequence[Layer], enough: int) -> tuple[Covariance, Covariance]:
     """w S + (1 - w) S_family with w = T / enough; sums and sketches are linear, so they mix before the mean."""
     weight, total = layer.positions / enough, sum(other.positions for other in family)
 
@@ -307,12 +314,10 @@ def _shrunk(layer: Layer, family: Sequence[Layer], enough: int, keep_gradient: b
             pooled = sum(getattr(o, part) for o in others) * ((1 - weight) / total)
             mine = 0.0 if own is None or not layer.positions else getattr(own, part) * (weight / layer.positions)
             getattr(mixed, part).copy_(pooled + mine)
-        return mixed.mean(1)
+        return mixed.spent(1)
 
     x = mix(layer.x, [other.x for other in family if other.x is not None])
-    y = mix(layer.y, [other.y for other in family])
-    mean = layer.gradient / max(layer.positions, 1) if keep_gradient and layer.gradient is not None else None
-    return LayerMoments(x, y, mean, layer.positions)
+    return x, mix(layer.y, [other.y for other in family])
 
 
 def _correct(
@@ -321,7 +326,7 @@ def _correct(
     stream: Stream,
     objective: Objective,
     dataloader: Iterable[Any],
-    n_samples: int,
+    limit: int,
     rank: int,
 ) -> dict[str, LayerMoments]:
     """Second pass: the energies of all pairs of the leading 4 rank directions, Lam[j, k] = mean (u_jᵀ g)² (v_kᵀ x)²."""
@@ -338,7 +343,7 @@ def _correct(
             energies[layer.name].addmm_((g @ u.vectors).square().mT, (x @ v.vectors).square())
 
     second = Stream(layers, stream.reduce, stream.new_moment, sink)
-    _run(second, objective, dataloader, n_samples, rank, None)
+    _run(second, objective, dataloader, limit, rank, None)
     corrected = {}
     for name, layer in moments.items():
         (y, x), energy = bases[name], energies[name]

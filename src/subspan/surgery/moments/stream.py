@@ -34,7 +34,7 @@ class SecondMoment:
 
     def add(self, rows: Float[Tensor, "t d"]) -> None:
         self.positions += rows.shape[0]
-        self.trace += rows.square().sum()
+        self.trace += torch.linalg.vector_norm(rows).square()
         if self.test is not None:
             self.sum.addmm_(rows.mT, rows @ self.test)
             return
@@ -49,8 +49,12 @@ class SecondMoment:
         return twin
 
     def mean(self, positions: int) -> Covariance:
-        """The sum over ``positions``, symmetric; positions without rows count as zero rows."""
-        mean = self.sum / max(positions, 1)
+        """The sum over ``positions`` (those without rows count as zero rows); the sum goes on."""
+        return self.clone().spent(positions)
+
+    def spent(self, positions: int) -> Covariance:
+        """The same in the sum's own memory: nothing may be added afterwards."""
+        mean = self.sum.div_(max(positions, 1))
         if self.test is not None:
             return SpikedCovariance.with_trace(nystrom(mean, self.test), self.trace / max(positions, 1))
         for panel in self.panels():
@@ -184,7 +188,9 @@ class Stream:
                 f"the input of {layer.name} was changed in place after the layer read it; use an out-of-place operation"
             )
         call.reached = layer.reached = True
-        rows = self.rows(layer, g, gradient=True) / batch.scale
+        rows = self.rows(layer, g, gradient=True)
+        if batch.scale != 1.0:
+            rows = rows / batch.scale
         if not bool(torch.isfinite(rows.sum())):
             raise NonFinite(f"the gradient at {layer.name} is not finite in calibration batch {batch.index}")
         if self.sink is not None:
