@@ -21,7 +21,7 @@ def results(scores: dict, ranges: dict, small_rate: float) -> Results:
         for method, by_epsilon in scores.items():
             for epsilon, value in by_epsilon.items():
                 for lr, validation, test in ((0.01, 50.0, small_rate if method == "prism" else 60.0),
-                                             (0.03, 90.0, value), (0.1, 10.0, 99.0)):  # fmt: skip
+                                             (0.03, 90.0, value), (0.05, 60.0, 70.0), (0.1, 10.0, 99.0)):  # fmt: skip
                     setting = {"epsilon": epsilon, "lr": lr}
                     rows += [Row(method, setting, "validation_accuracy", seed, validation),
                              Row(method, setting, "test_accuracy", seed, test)]  # fmt: skip

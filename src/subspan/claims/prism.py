@@ -58,6 +58,7 @@ METHODS: dict[str, tuple[str, str, Callable[[PrismPrivacy, float], Optimizer]]] 
     "rite": ("naive", "spectral", lambda priv, lr: LoraRite(priv.factor_pairs, lr)),
     "dp-sgd, balanced start": ("naive", "spectral", lambda priv, lr: torch.optim.SGD(priv.parameters(), lr)),
 }
+STANDARD = "adamw, standard start"
 WITHOUT_PRIVACY = ("prism", "adamw, standard start", "lora+")
 
 
@@ -247,12 +248,20 @@ def at_lr(ours: str, theirs: str, epsilon: float, lr: float) -> Callable[[Result
     return measure
 
 
+def smallest_margin_over_rates(results: Results) -> float:
+    """The least margin over the budgets when nobody tuned: mean test accuracy over the rates 0.01, 0.03 and 0.05."""
+
+    def untuned(method: str, epsilon: float) -> float:
+        rates = (0.01, 0.03, 0.05)
+        return float(np.mean([results.values(method, "test_accuracy", epsilon=epsilon, lr=lr) for lr in rates]))
+
+    return min(untuned("prism", e) - untuned(STANDARD, e) for e in EPSILONS)
+
+
 def largest_gap(results: Results) -> float:
     """Over the budgets, the largest distance between PRISM and AdamW from the balanced start."""
     return max(abs(margin("prism", "adamw, balanced start", e)(results)) for e in EPSILONS)
 
-
-STANDARD = "adamw, standard start"
 
 CLAIM = Claim(
     slug="prism",
@@ -274,6 +283,8 @@ CLAIM = Claim(
                   largest_gap, 3.0, "<="),
         Statement("(e) at the small learning rate 0.01 and epsilon 8 PRISM is above AdamW from the standard start",
                   at_lr("prism", STANDARD, 8.0, 0.01), 10.0),
+        Statement("(f) untuned, over the learning rates 0.01 to 0.05, PRISM is above AdamW from the standard start at "
+                  "every budget", smallest_margin_over_rates, 3.0),
     ],
     seeds=range(5),
     plots=[
@@ -282,5 +293,12 @@ CLAIM = Claim(
         *(Plot(f"Test accuracy over the learning rate at epsilon {e:g}", "test_accuracy", over="lr", log_x=True,
                where={"epsilon": e}) for e in EPSILONS),
     ],
-    notes="",
+    notes=(
+        "The margins of (b) and (c) are those of a prototype whose learning rates were chosen on the test split from "
+        "grids that differed by method. Its grid for AdamW seems to have missed 0.03, where AdamW has a narrow peak: at "
+        "0.02 we measure the prototype's figures for it. On one common grid, chosen on a validation split, a tuned AdamW "
+        "is as good as PRISM; what remains is that PRISM forgives the choice of the learning rate (e, f) and of the gauge "
+        "(a). (f) was added after seeing seeds 0 to 4 and checked on seeds 5 to 9. Choosing a learning rate on private "
+        "data costs budget that no method here is charged for. Without privacy LoRA+ is best, as in the paper."
+    ),
 )  # fmt: skip
