@@ -8,13 +8,22 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = ("adapters", "claims", "data", "linalg", "optim", "pages", "privacy", "surgery", "tune")
-
-__all__ = ["__version__", *_ROOMS]
+__all__ = [
+    "__version__",
+    "adapters",
+    "claims",
+    "data",
+    "linalg",
+    "optim",
+    "pages",
+    "privacy",
+    "surgery",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _ROOMS:
+    if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

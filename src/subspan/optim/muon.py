@@ -76,14 +76,17 @@ class MuonAdamW(torch.optim.Optimizer):
             model. Every option below may differ by group.
         lr: learning rate of both parts.
         weight_decay: decoupled decay of both parts, p <- p (1 - lr weight_decay).
-        momentum, nesterov: Muon's momentum; ``momentum_form`` "sum" is Jordan's, "lerp" is torch's.
+        momentum: mu of the Muon part.
+        nesterov: look ahead, U = G + mu M; else U = M.
+        momentum_form: "sum" (M <- mu M + G) is Jordan's, "lerp" is torch's.
         ns: "quintic", "polar_express" or "exact"; see ``subspan.linalg.newton_schulz``. For parameters with one row (or
             rank-1 adapters) the quintic only normalises, to length 0.696; "exact" gives length 1.
         ns_steps: steps of the iteration.
         ns_dtype: dtype of the plain loop; None is bfloat16 on CUDA (as in the paper), the buffers' dtype elsewhere.
             Long matrices such as LoRA factors take the Gram path, which always runs in float32 or better.
         scale: see ``muon_scale``.
-        betas, eps: AdamW's.
+        betas: AdamW's decays.
+        eps: AdamW's epsilon.
         state_dtype: dtype of all buffers; None is float32, or float64 for float64 parameters.
         batched: stack equal shapes; False orthogonalises one parameter at a time, which needs the least memory.
         error_if_nonfinite: raise ``NonFinite``, before anything changed, when a gradient holds NaN or Inf. Otherwise

@@ -201,7 +201,7 @@ def export_plain_lora(
 ) -> None:
     """Write the adapter as an ordinary peft LoRA for the *unmodified* base model.
 
-    Where the base was shifted by s A0 B0ᵀ the file holds [A, A0][B, -B0]ᵀ, of twice the rank, with alpha scaled so
+    Where the base was shifted by s A0 B0ᵀ the file holds `[A, A0] [B, -B0]ᵀ`, of twice the rank, with alpha scaled so
     that s is unchanged. The folder also gets ``base.json`` with the fingerprint ``check_base`` reads.
     """
     from peft import get_peft_model_state_dict
