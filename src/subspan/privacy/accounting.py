@@ -2,6 +2,8 @@
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from subspan.errors import MissingExtra, PrivacyError
@@ -27,6 +29,21 @@ def make_accountant(mechanism: Mechanism) -> Any:
     return create_accountant(mechanism=mechanism)
 
 
+@contextmanager
+def _quiet(mechanism: Mechanism) -> Iterator[None]:
+    """PRV sizes its grid by a rough RDP bound; Opacus' advice to refine that bound concerns RDP results only."""
+    with warnings.catch_warnings():
+        if mechanism == "prv":
+            warnings.filterwarnings("ignore", message="Optimal order is the")
+        yield
+
+
+def spent(accountant: Any, delta: float) -> float:
+    """Epsilon of an Opacus accountant's history."""
+    with _quiet(accountant.mechanism()):
+        return float(accountant.get_epsilon(delta))
+
+
 def noise_multiplier(
     target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: Mechanism = "prv"
 ) -> NoiseMultiplier:
@@ -48,13 +65,14 @@ def noise_multiplier(
     from opacus.accountants.utils import get_noise_multiplier
 
     def search(mechanism: Mechanism) -> float:
-        return get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            accountant=mechanism,
-        )
+        with _quiet(mechanism):
+            return get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=mechanism,
+            )
 
     try:
         sigma = search(accountant)

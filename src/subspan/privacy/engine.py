@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from subspan.errors import NonFinite, PrivacyError
-from subspan.privacy.accounting import Mechanism, make_accountant, noise_multiplier
+from subspan.privacy.accounting import Mechanism, make_accountant, noise_multiplier, spent
 from subspan.privacy.prism import Prism
 from subspan.privacy.sampling import Collate, PoissonBatchSampler, empty_safe, entropy_generator, micro_batches
 from subspan.privacy.starts import balanced_random_init, spectral_init
@@ -426,7 +426,7 @@ class PrismPrivacy:
             return 0.0
         if self.sigma == 0:
             return math.inf
-        return float(self.accountant.get_epsilon(self.cfg.target_delta if delta is None else delta))
+        return spent(self.accountant, self.cfg.target_delta if delta is None else delta)
 
     def summary(self) -> dict[str, Any]:
         """The guarantee in numbers: what may and should be published with the adapter."""
