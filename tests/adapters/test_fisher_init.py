@@ -570,6 +570,17 @@ def test_lora_variants_keep_the_function_and_export_plainly(name, tmp_path):
     torch.testing.assert_close(loaded(x), peft_model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_dora_magnitudes_follow_the_base_also_when_they_were_trained():
+    model = mlp()
+    stats = calibrated(model)
+    peft_model = adapted(model, use_dora=True)
+    for name, p in peft_model.named_parameters():
+        if "magnitude" in name:
+            p.data.mul_(1.3)
+    fisher_init(peft_model, stats, force=True)
+    torch.testing.assert_close(peft_model(data()[0]), mlp()(data()[0]), rtol=1e-4, atol=1e-5)
+
+
 def test_conv1d_and_conv2d():
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=16)).eval()
