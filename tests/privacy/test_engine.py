@@ -144,7 +144,7 @@ def test_t6_t7_noise_energy_of_the_baselines() -> None:
         opt = priv.attach(torch.optim.SGD(priv.parameters(), lr=0.0))
         priv.sigma = 2.0
         energies = []
-        draws = 400
+        draws = 150
         z = factors(priv)[1]
         for _ in range(draws):
             opt.step()
@@ -213,22 +213,22 @@ def test_the_naive_baseline_does_depend_on_the_gauge() -> None:
 # --------------------------------------------------------------------------------------- batches, noise, accounting
 
 
-@pytest.mark.parametrize("method", ["prism", "naive", "ffa"])
-def test_t16_epsilon_is_opacus_and_counts_empty_batches(method: str) -> None:
-    from opacus.accountants import PRVAccountant, RDPAccountant
+@pytest.mark.parametrize(("method", "name"), [("prism", "prv"), ("prism", "rdp"), ("naive", "rdp"), ("ffa", "rdp")])
+def test_t16_epsilon_is_opacus_and_counts_empty_batches(method: str, name: str) -> None:
+    from opacus.accountants import create_accountant
 
-    for name, reference in (("prv", PRVAccountant()), ("rdp", RDPAccountant())):
-        priv = engine(adapted(), steps=5, method=method, accountant=name, init="spectral")
-        opt = priv.optimizer(0.05)
-        assert priv.epsilon() == 0.0
-        for _ in range(5):
-            before = [p.detach().clone() for p in priv.parameters()]
-            opt.step()  # nothing was sampled: a step of pure noise
-            assert not any(torch.equal(a, p) for a, p in zip(before, priv.parameters(), strict=True))
-            reference.step(noise_multiplier=1.0, sample_rate=L / N)
-        assert priv.epsilon() == reference.get_epsilon(1e-3)
-        assert priv.summary()["epsilon"] == priv.epsilon()
-        assert priv.summary()["steps"] == 5
+    reference = create_accountant(name)
+    priv = engine(adapted(), steps=5, method=method, accountant=name, init="spectral")
+    opt = priv.optimizer(0.05)
+    assert priv.epsilon() == 0.0
+    for _ in range(5):
+        before = [p.detach().clone() for p in priv.parameters()]
+        opt.step()  # nothing was sampled: a step of pure noise
+        assert not any(torch.equal(a, p) for a, p in zip(before, priv.parameters(), strict=True))
+        reference.step(noise_multiplier=1.0, sample_rate=L / N)
+    assert priv.epsilon() == reference.get_epsilon(1e-3)
+    assert priv.summary()["epsilon"] == priv.epsilon()
+    assert priv.summary()["steps"] == 5
 
 
 def test_target_epsilon_fixes_the_noise_and_a_further_step_is_refused() -> None:
@@ -333,8 +333,8 @@ def test_a_state_of_another_budget_is_refused() -> None:
     state = engine(adapted()).state_dict()
     with pytest.raises(PrivacyError, match=r"sigma=1\.0, this one 2\.0"):
         engine(adapted(), sigma=2.0).load_state_dict(state)
-    with pytest.raises(PrivacyError, match="accounted by prv, this one rdp"):
-        engine(adapted(), accountant="rdp").load_state_dict(state)
+    with pytest.raises(PrivacyError, match="accounted by rdp, this one prv"):
+        engine(adapted(), accountant="prv").load_state_dict(state)
     priv = engine(adapted())
     priv.backward(losses_of(priv.model, *(t[:2] for t in data())))
     with pytest.raises(PrivacyError, match="unfinished step"):

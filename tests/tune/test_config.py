@@ -53,7 +53,7 @@ def test_wrong_keys_and_values_are_named(change, words):
         ({"optimizer": "muon", "privacy": {"method": "prism"}}, ["prism is an optimiser itself"]),
         ({"optimizer": "muon", "privacy": {"method": "ffa"}}, ["ffa"]),
         ({"adapter": {"dora": True}, "privacy": {"method": "naive"}}, ["dora"]),
-        ({"adapter": {"dora": True}, "init": "fisher"}, ["dora", "fisher"]),
+        ({"init": "fisher", "fisher": {"preserve": "zero_b", "mode": "score"}}, ["zero_b", "mode: eigen"]),
         ({"accumulate": 2, "privacy": {}}, ["physical_batch"]),
     ],
 )

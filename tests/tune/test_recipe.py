@@ -36,7 +36,7 @@ def equal(a, b):
         {"init": "lora_ga"},
         {"init": "eva"},
         {"init": "fisher", "fisher": {"preserve": "zero_b"}},
-        {"adapter": {"dora": True}},
+        {"adapter": {"dora": True}, "init": "fisher"},
         {"adapter": {"rslora": True}, "init": "pissa"},
     ],
     ids=lambda c: "-".join(map(str, [*c, *c.values()])),

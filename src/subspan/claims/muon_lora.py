@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 from subspan.claims.claim import Cell, Claim, Plot, Results, Row, Statement
-from subspan.optim import Task, digits_task, finetune, fingerprint, pretrain, update_strength
+from subspan.optim import (
+    MuonAdamW,
+    Task,
+    build_muon_groups,
+    digits_task,
+    finetune,
+    fingerprint,
+    pretrain,
+    update_strength,
+)
 from subspan.optim.study import OptimizerFactory
 
 PRETRAIN_LR = {"adamw": 1e-3, "muon": 3e-3}
@@ -23,26 +32,44 @@ STRENGTH_GRID = (1e-3, 3e-3, 1e-2)
 SMOKE_GRID = (*STRENGTH_GRID, FULL_GRID[-1])
 
 
+# On pilot seeds (20 to 27) these beat the paper's momentum of 0.95 and torch's default betas on the validation split: a
+# run of 150 steps is short for a memory of 20 or 1000.
+MOMENTUM, BETAS = 0.9, (0.9, 0.95)
+
+
+def muon(**options: Any) -> OptimizerFactory:
+    return lambda model, lr: MuonAdamW(
+        build_muon_groups(model, lr), lr, **{"momentum": MOMENTUM, "betas": BETAS, **options}
+    )
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr, betas=BETAS, weight_decay=0.0)
+
+
 def torch_muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """torch.optim.Muon on the LoRA factors, with the same scale and momentum as ours."""
+    """torch's own, on the LoRA factors, with the same momentum and scale."""
     factors = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.Muon(factors, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return torch.optim.Muon(factors, lr, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
 
 
 # method -> (mode, optimiser, peft options, grid)
-METHODS: dict[str, tuple[str, str | OptimizerFactory, Mapping[str, Any], tuple[float, ...]]] = {
-    "LoRA-AdamW": ("lora", "adamw", {}, (1e-3, *LORA_GRID)),
-    "LoRA-Muon": ("lora", "muon", {}, (1e-3, *LORA_GRID)),
-    "Full-AdamW": ("full", "adamw", {}, FULL_GRID),
-    "Full-Muon": ("full", "muon", {}, FULL_GRID),
+METHODS: dict[str, tuple[str, OptimizerFactory, Mapping[str, Any], tuple[float, ...]]] = {
+    "LoRA-AdamW": ("lora", adamw, {}, (1e-3, *LORA_GRID)),
+    "LoRA-Muon": ("lora", muon(), {}, (1e-3, *LORA_GRID)),
+    "Full-AdamW": ("full", adamw, {}, FULL_GRID),
+    "Full-Muon": ("full", muon(), {}, FULL_GRID),
 }
-# Grids around the best rates of pilot seeds (0 to 2). rsLoRA scales 2.8 times as strongly and PiSSA starts from large
-# factors, so their grids reach lower.
-PEERS = {
-    "LoRA-torch.optim.Muon": ("lora", torch_muon, {}, (5e-3, 6e-3, 1e-2, 1.5e-2)),
-    "rsLoRA-AdamW": ("lora", "adamw", {"use_rslora": True}, (2e-3, 3e-3, 5e-3, 1e-2)),
-    "PiSSA-AdamW": ("lora", "adamw", {"init_lora_weights": "pissa"}, (1e-3, 2e-3, 3e-3, 5e-3)),
-    "DoRA-AdamW": ("lora", "adamw", {"use_dora": True}, (3e-3, 5e-3, 6e-3, 1e-2)),
+# Grids around the best rates of pilot seeds: rsLoRA scales 2.8 times as strongly, and PiSSA starts from large factors,
+# so their grids reach lower.
+NEAR_BEST = (5e-3, 6e-3, 1e-2, 1.5e-2)
+PEERS: dict[str, tuple[str, OptimizerFactory, Mapping[str, Any], tuple[float, ...]]] = {
+    "LoRA-Muon, momentum 0.95": ("lora", muon(momentum=0.95), {}, NEAR_BEST),
+    "LoRA-Muon-PE, momentum 0.95": ("lora", muon(momentum=0.95, ns="polar_express"), {}, NEAR_BEST),
+    "LoRA-torch.optim.Muon": ("lora", torch_muon, {}, NEAR_BEST),
+    "rsLoRA-AdamW": ("lora", adamw, {"use_rslora": True}, (2e-3, 3e-3, 5e-3, 1e-2)),
+    "PiSSA-AdamW": ("lora", adamw, {"init_lora_weights": "pissa"}, (2e-3, 3e-3, 5e-3, 1e-2)),
+    "DoRA-AdamW": ("lora", adamw, {"use_dora": True}, (3e-3, 5e-3, 6e-3, 1e-2)),
 }
 
 
@@ -198,7 +225,7 @@ CLAIM = Claim(
     source="Qu, Huang and Horvath, Can Muon Fine-tune Adam-Pretrained Models?, ICML 2026, arXiv 2605.10468",
     cells=cells,
     statements=STATEMENTS,
-    seeds=tuple(range(100, 110)),
+    seeds=tuple(range(200, 210)),
     smoke_seeds=(0,),
     plots=(
         Plot(

@@ -157,8 +157,6 @@ class Config(Section):
             raise ValueError("under privacy, batches are split by privacy.physical_batch; leave accumulate at 1")
         if private is not None and self.adapter.dora:
             raise ValueError("dora has magnitudes outside the factor pairs, which the private step does not cover")
-        if self.adapter.dora and self.init == "fisher":
-            raise ValueError("init: fisher edits the base weight, whose norm dora reads; use one of them")
         return self
 
 
