@@ -22,6 +22,10 @@ from subspan.surgery import FactorPair
 
 log = logging.getLogger(__name__)
 
+# Most numbers of one stacked quantity (first moments, say): it bounds the memory of a step, 16 MiB in float32.
+_BUCKET = 2**22
+_MOMENTS = ("first_A", "first_B", "second_A", "second_B", "frame")
+
 Precond = Literal["rank_space", "whitened"]
 Floor = Literal["scalar", "geometry", "none"]
 Horizontal = Literal["both", "pre_moment", "pre_retract", "none"]
@@ -300,7 +304,7 @@ class Prism(Optimizer):
         return loss
 
     def _buckets(self, group: dict[str, Any]) -> list[list[FactorPair]]:
-        """Pairs with a gradient, those of equal shape, dtype and device together: they are stepped as one batch."""
+        """Pairs with a gradient, equal shapes, dtypes and devices together: they are stepped as one batch."""
         buckets: dict[Any, list[FactorPair]] = {}
         for p in group["params"][::2]:
             pair = self._pairs[id(p)]
@@ -309,7 +313,11 @@ class Prism(Optimizer):
                 raise ValueError(f"{pair.name}: only one of the two factors has a gradient; PRISM needs both")
             if not any(missing):
                 buckets.setdefault((pair.shape, p.dtype, p.device), []).append(pair)
-        return list(buckets.values())
+        parts = []
+        for ((m, n, r), _, _), pairs in buckets.items():
+            size = max(1, _BUCKET // ((m + n) * r))
+            parts += [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        return parts
 
     def _state(self, pair: FactorPair, dtype: torch.dtype) -> dict[str, Tensor]:
         state = self.state[pair.param_A]
@@ -329,7 +337,11 @@ class Prism(Optimizer):
         states = [self._state(pair, work) for pair in pairs]
 
         def stacked(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.stack([t.to(work) for t in tensors])
+            # one module alone needs no batch dimension: batched products are slower
+            return tensors[0].to(work) if len(tensors) == 1 else torch.stack([t.to(work) for t in tensors])
+
+        def each(x: Tensor) -> Sequence[Tensor]:
+            return [x] if len(pairs) == 1 else x.unbind()
 
         z = LowRank(stacked([p.A for p in pairs]), stacked([p.B for p in pairs]))
         gA, gB = (stacked([f(p) for p in pairs]) for f in (FactorPair.grad_A, FactorPair.grad_B))  # pyright: ignore
@@ -337,10 +349,8 @@ class Prism(Optimizer):
         if not bool(finite.all()):
             bad = pairs[int(finite.int().argmin())]
             raise NonFinite(f"{bad.name}: the gradient of its LoRA factors is NaN or infinite; the step was not taken")
-        first_A, first_B, second_A, second_B, frame = (
-            torch.stack([s[key] for s in states]) for key in ("first_A", "first_B", "second_A", "second_B", "frame")
-        )
-        t = torch.stack([s["step"] for s in states]).to(z.A.device, work) + 1
+        first_A, first_B, second_A, second_B, frame = (stacked([s[key] for s in states]) for key in _MOMENTS)
+        t = stacked([s["step"] for s in states]).to(z.A.device) + 1
 
         space = z.tangent()
         gradient = space.coordinates(gA, gB)
@@ -360,17 +370,14 @@ class Prism(Optimizer):
         # The rotation that brings the new factors nearest to the old ones: moments keep their meaning.
         frame = procrustes(torch.cat([new.A, new.B], -2), torch.cat([z.A, z.B], -2))
         new = LowRank(new.A @ frame, new.B @ frame)
-        for i, (pair, state) in enumerate(zip(pairs, states, strict=True)):
-            if bool(lost[i]):
+        for pair, state, A, B, gone in zip(pairs, states, each(new.A), each(new.B), each(lost), strict=True):
+            if bool(gone):
                 log.warning("%s lost rank; a data-free direction of 1e-4 of its norm was put back", pair.name)
-            pair.write(LowRank(new.A[i], new.B[i]))
+            pair.write(LowRank(A, B))
             state["step"] += 1
-            for key, value in zip(
-                ("first_A", "first_B", "second_A", "second_B", "frame"),
-                (a.first, b.first, a.second, b.second, frame),
-                strict=True,
-            ):
-                state[key].copy_(value[i])
+        for key, value in zip(_MOMENTS, (a.first, b.first, a.second, b.second, frame), strict=True):
+            for state, mine in zip(states, each(value), strict=True):
+                state[key] = mine.clone() if len(pairs) > 1 else mine  # a view would keep the whole batch alive
 
     @staticmethod
     def _scaled(space: TangentSpace, uA: Tensor, uB: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
