@@ -214,8 +214,9 @@ STATEMENTS = (
     Statement("above its best rate Full-Muon's cross-entropy at least doubles", blow_up, 2.0),
 )
 
-NOTES = """The effect is about 1 % of accuracy, in the paper and here. Whether full Muon loses to full AdamW is no statement:
-two hundred training images and a network this small do not stand for a language model; the table shows what came out.
+NOTES = """The effect is about 1 % of accuracy, in the paper and here. Whether full Muon loses to full AdamW is no
+statement: two hundred training images and a network this small do not stand for a language model; the table shows what
+came out.
 LoRA-Muon's advantage depends on its momentum: at the paper's 0.95 it ties with LoRA-AdamW (0.8930 and 0.8942 on seeds
 100 to 109). Its best rate may be the largest of the grid, which the paper's protocol fixes here.
 LoRA-torch.optim.Muon trains the same factors with torch's own Muon, in bfloat16: it should score alike."""
