@@ -152,16 +152,15 @@ def sum_then_lift(quick: bool) -> None:
     gA, gB = (torch.randn(LAYERS, BATCH, WIDTH, RANK) for _ in "AB")
     alpha = torch.rand(BATCH)
 
+    def weighted(g: Tensor) -> Tensor:
+        return (alpha @ g.flatten(1)).view(WIDTH, RANK)
+
     def ours() -> list[tuple[Tensor, Tensor]]:
-        mean = [torch.einsum("b,lbij->lij", alpha, g) for g in (gA, gB)]
-        return [s.lift(s.coordinates(a, b)) for s, a, b in zip(spaces, *mean, strict=True)]
+        return [s.lift(s.coordinates(weighted(a), weighted(b))) for s, a, b in zip(spaces, gA, gB, strict=True)]
 
     def lift_each() -> list[tuple[Tensor, Tensor]]:
-        out = []
-        for s, a, b in zip(spaces, gA, gB, strict=True):
-            lifted = s.lift(s.coordinates(a, b))
-            out.append(tuple(torch.einsum("b,bij->ij", alpha, d) for d in lifted))
-        return out
+        lifts = (s.lift(s.coordinates(a, b)) for s, a, b in zip(spaces, gA, gB, strict=True))
+        return [(weighted(dA), weighted(dB)) for dA, dB in lifts]
 
     for (a, _), (b, _) in zip(ours(), lift_each(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
