@@ -551,6 +551,22 @@ def test_models_that_cannot_be_trained_privately_are_refused() -> None:
         engine(model)
 
 
+def test_a_refused_run_leaves_the_model_as_it_was() -> None:
+    for broken, options in (
+        (adapted(), {"sigma": None, "target_epsilon": 1e-3}),
+        (adapted(r=9), {}),
+        (adapted(use_dora=True), {}),
+    ):
+        before = {n: p.detach().clone() for n, p in broken.named_parameters()}
+        with pytest.raises((PrivacyError, ValueError)):
+            engine(broken, **options)
+        assert all(torch.equal(p, before[n]) for n, p in broken.named_parameters())
+    frozen = adapted()
+    frozen.requires_grad_(False)
+    with pytest.raises(PrivacyError, match="adapter is frozen"):
+        engine(frozen)
+
+
 def test_batch_normalisation_in_training_mode_is_refused() -> None:
     net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
     model = get_peft_model(net, LoraConfig(r=2, target_modules=["0", "2"]), autocast_adapter_dtype=False)

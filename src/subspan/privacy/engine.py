@@ -141,8 +141,18 @@ class PrismPrivacy:
         self.sample_rate = expected_batch_size / dataset_size
         self.generator = entropy_generator() if generator is None else generator
 
+        # Everything that can refuse the run does so before the model is touched.
+        self.accountant_name: Mechanism = cfg.accountant
+        if cfg.target_epsilon is not None:
+            self.sigma, self.accountant_name = noise_multiplier(
+                cfg.target_epsilon, cfg.target_delta, self.sample_rate, steps, cfg.accountant
+            )
+        else:
+            self.sigma = float(cfg.noise_multiplier or 0.0)
+        self.accountant = make_accountant(self.accountant_name)
+        self.noise_std = self.sigma * cfg.max_grad_norm / self.expected_batch_size if self.sigma > 0 else 0.0
         self.factor_pairs = factor_pairs(model, adapter_name)
-        _check_pairs(self.factor_pairs)
+        _check_pairs(self.factor_pairs, cfg.method)
         _check_start(model, adapter_name, cfg)
         self.shift: BaseShift | None = None
         self._start()
@@ -156,15 +166,6 @@ class PrismPrivacy:
         layers = {name: module for s in self._sums for name, module in s.layers().items()}
         self._recorder = ExampleRecorder(layers, allow_unused=cfg.allow_unused)
 
-        self.accountant_name: Mechanism = cfg.accountant
-        if cfg.target_epsilon is not None:
-            self.sigma, self.accountant_name = noise_multiplier(
-                cfg.target_epsilon, cfg.target_delta, self.sample_rate, steps, cfg.accountant
-            )
-        else:
-            self.sigma = float(cfg.noise_multiplier or 0.0)
-        self.accountant = make_accountant(self.accountant_name)
-        self.noise_std = self.sigma * cfg.max_grad_norm / self.expected_batch_size if self.sigma > 0 else 0.0
         self.steps_done = 0
         self.diagnostics: list[dict[str, Any]] | None = [] if cfg.diagnostics else None
         self._notes: list[Tensor] = []
@@ -471,7 +472,7 @@ class PrismPrivacy:
         self.generator.set_state(torch.as_tensor(state["generator"], dtype=torch.uint8))
 
 
-def _check_pairs(pairs: Sequence[FactorPair]) -> None:
+def _check_pairs(pairs: Sequence[FactorPair], method: Method) -> None:
     seen: dict[int, str] = {}
     for pair in pairs:
         if getattr(pair.layer, "lora_variant", {}).get(pair.adapter) is not None:
@@ -481,6 +482,10 @@ def _check_pairs(pairs: Sequence[FactorPair]) -> None:
         m, n, r = pair.shape
         if r > min(m, n):
             raise ValueError(f"{pair.name}: rank {r} exceeds min(m, n) = {min(m, n)}; lower r for this layer")
+        if not (pair.param_A.requires_grad and (method == "ffa" or pair.param_B.requires_grad)):
+            raise PrivacyError(
+                f"{pair.name}: the adapter is frozen; load it with is_trainable=True or call model.set_adapter first"
+            )
         for p in (pair.param_A, pair.param_B):
             if id(p) in seen:
                 raise PrivacyError(
