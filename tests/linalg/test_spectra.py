@@ -13,6 +13,7 @@ from subspan.linalg import (
     random_orthonormal,
     randomized_svd,
     spectral_density,
+    spectral_function,
 )
 
 SEEDS = st.integers(0, 2**31)
@@ -34,6 +35,19 @@ def test_randomized_svd_is_exact_on_low_rank(m, n, seed, data):
     for q in (u, v):
         torch.testing.assert_close(q.mT @ q, torch.eye(rank, dtype=torch.float64))
     assert (u.gather(0, u.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@settings(deadline=None, max_examples=15)
+@given(n=st.integers(1, 8), seed=SEEDS)
+def test_spectral_function_is_the_matrix_function_in_batches(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, n, n, generator=g, dtype=torch.float64)
+    s = (x + x.mT) / 2
+    torch.testing.assert_close(spectral_function(s, torch.exp), torch.linalg.matrix_exp(s))
+    # A cut-off that depends on the whole spectrum, each matrix's own.
+    top = spectral_function(s, lambda values: (values == values.amax(-1, keepdim=True)) * values)
+    torch.testing.assert_close(top.diagonal(dim1=-2, dim2=-1).sum(-1), torch.linalg.eigvalsh(s)[..., -1])
+    torch.testing.assert_close(s @ top, top @ s)
 
 
 def test_randomized_svd_finds_a_slowly_decaying_spectrum(generator):

@@ -20,7 +20,16 @@ from subspan.linalg.orthogonal import (
     procrustes,
     random_orthonormal,
 )
-from subspan.linalg.spectra import Eigh, Lanczos, lanczos, leading_eigh, leading_svd, randomized_svd, spectral_density
+from subspan.linalg.spectra import (
+    Eigh,
+    Lanczos,
+    lanczos,
+    leading_eigh,
+    leading_svd,
+    randomized_svd,
+    spectral_density,
+    spectral_function,
+)
 from subspan.linalg.subspace import Subspace, effective_rank, spectral_entropy, stable_rank
 
 __all__ = [
@@ -54,5 +63,6 @@ __all__ = [
     "randomized_svd",
     "spectral_density",
     "spectral_entropy",
+    "spectral_function",
     "stable_rank",
 ]

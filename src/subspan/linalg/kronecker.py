@@ -69,8 +69,7 @@ class DenseCovariance:
 
     def power(self, p: float) -> "DenseCovariance":
         """S^p on the range of S (a pseudo-inverse for p < 0)."""
-        values, vectors = self.eigh
-        return DenseCovariance((vectors * _range_power(values, p)) @ vectors.mT)
+        return DenseCovariance(self.eigh.function(lambda values: _range_power(values, p)))
 
     def effective_rank(self) -> Float[Tensor, ""]:
         """Participation ratio tr(S)² / tr(S²): n for a flat spectrum, 1 for rank one, 0 for zero. O(n²)."""

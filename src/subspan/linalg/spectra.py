@@ -19,6 +19,19 @@ class Eigh(NamedTuple):
     values: Tensor
     vectors: Tensor
 
+    def function(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """V diag(f(values)) Vᵀ, also in batches."""
+        return (self.vectors * f(self.values).unsqueeze(-2)) @ self.vectors.mT
+
+
+def spectral_function(s: Float[Tensor, "*b n n"], f: Callable[[Tensor], Tensor]) -> Float[Tensor, "*b n n"]:
+    """f(S) of a symmetric matrix (its lower triangle is read): f maps the eigenvalues, all at once, to as many numbers.
+
+    Floors and cut-offs belong into f, which sees the whole spectrum; rounding may leave zero eigenvalues negative.
+    """
+    values, vectors = torch.linalg.eigh(s)
+    return Eigh(values.flip(-1), vectors.flip(-1)).function(f)
+
 
 def randomized_svd(
     x: Float[Tensor, "m n"],
