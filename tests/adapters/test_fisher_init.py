@@ -29,6 +29,7 @@ from subspan.surgery import (
     LayerMoments,
     base_layer,
     check_base,
+    data_start,
     export_plain_lora,
     factor_pairs,
     weight_matrix,
@@ -708,6 +709,19 @@ def test_private_training_needs_public_calibration_data():
     model = mlp()
     stats = calibrated(model, public=True)
     fisher_init(adapted(model), stats, private=True)
+
+
+@pytest.mark.parametrize("preserve", ["residual", "zero_b"])
+@pytest.mark.parametrize("public", [True, False])
+def test_a_start_from_private_data_is_marked(preserve, public):
+    model = mlp()
+    stats = calibrated(model, public=public)
+    peft_model = adapted(model)
+    report = fisher_init(peft_model, stats, preserve=preserve)
+    for pair in factor_pairs(copy.deepcopy(peft_model)):
+        assert data_start(pair) == (None if public else "fisher_init, private calibration data")
+    if report.shift is not None:
+        assert report.shift.public is public
 
 
 def test_another_base_is_refused():

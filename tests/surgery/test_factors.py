@@ -19,8 +19,10 @@ from subspan.surgery import (
     base_fingerprint,
     base_layer,
     check_base,
+    data_start,
     export_plain_lora,
     factor_pairs,
+    mark_data_start,
     shift_base,
     weight_matrix,
 )
@@ -176,6 +178,7 @@ def test_a_shift_survives_its_file_and_applies_to_the_original_base_only(tmp_pat
     loaded = BaseShift.load(tmp_path / "shift.safetensors")
     assert loaded.scaling == shift.scaling
     assert loaded.fingerprint == shift.fingerprint
+    assert loaded.public
 
     fresh = adapted(base())
     fill(fresh)
@@ -183,6 +186,24 @@ def test_a_shift_survives_its_file_and_applies_to_the_original_base_only(tmp_pat
     torch.testing.assert_close(fresh(batch()), model(batch()), rtol=0, atol=0)
     with pytest.raises(BaseMismatch, match="load the original base model"):
         loaded.apply(fresh)  # a second time would shift twice
+
+
+def test_a_start_from_private_data_is_remembered(tmp_path):
+    model = adapted(base())
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["fc"]))
+    marked, *rest = factor_pairs(model, "second")
+    assert data_start(marked) is None
+    mark_data_start(marked, "looked at private data")
+    twin = copy.deepcopy(model)
+    assert [data_start(p) for p in factor_pairs(twin, "second")] == ["looked at private data", *[None] * len(rest)]
+    assert all(data_start(p) is None for p in factor_pairs(twin))
+    assert shift_base(model, rest).public
+
+    shift = shift_base(model, [marked, *rest])
+    shift.save(tmp_path / "shift.safetensors")
+    assert not BaseShift.load(tmp_path / "shift.safetensors").public
+    # The base weight now holds the private start, for whichever adapter reads it.
+    assert [p.name for p in factor_pairs(model) if data_start(p)] == [marked.name]
 
 
 CONFIGS = {

@@ -5,8 +5,10 @@ from subspan.surgery.factors import (
     FactorPair,
     base_fingerprint,
     check_base,
+    data_start,
     export_plain_lora,
     factor_pairs,
+    mark_data_start,
     shift_base,
 )
 from subspan.surgery.layers import (
@@ -47,10 +49,12 @@ __all__ = [
     "base_layer",
     "check_base",
     "collect_fisher",
+    "data_start",
     "export_plain_lora",
     "factor_pairs",
     "find_targets",
     "is_matrix_layer",
+    "mark_data_start",
     "matrix_layers",
     "owned_parameters",
     "packed_rows",

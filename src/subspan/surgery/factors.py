@@ -96,6 +96,21 @@ def factor_pairs(model: nn.Module, adapter_name: str = "default") -> list[Factor
     return pairs
 
 
+def mark_data_start(pair: FactorPair, why: str) -> None:
+    """Record on the LoRA layer that this adapter starts from private data; the mark lives as long as the layer."""
+    _mark(pair, pair.adapter, why)
+
+
+def data_start(pair: FactorPair) -> str | None:
+    """Why this adapter, or the base weight under it, depends on private data (``mark_data_start``), or None."""
+    marks = getattr(pair.layer, "subspan_start", {})
+    return marks.get(pair.adapter, marks.get(None))
+
+
+def _mark(pair: FactorPair, adapter: str | None, why: str) -> None:
+    pair.layer.subspan_start = {**getattr(pair.layer, "subspan_start", {}), adapter: why}
+
+
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """The base model's own floating-point parameters, by the name they have without peft."""
     names = {}
@@ -133,12 +148,14 @@ class BaseShift:
     """What was taken out of the base weights so that a non-zero start keeps the function: W' = W0 - s A0 B0ᵀ.
 
     ``start`` maps each module name to (A0, B0) in the adapter's storage dtype, ``scaling`` to its s, ``fingerprint``
-    identifies the base *before* the shift.
+    identifies the base *before* the shift. ``public`` is False where the start was computed from private data: no
+    training from it is differentially private.
     """
 
     start: Mapping[str, LowRank]
     scaling: Mapping[str, float]
     fingerprint: str
+    public: bool = True
 
     def apply(self, model: nn.Module) -> None:
         """Repeat the shift on an unmodified base (to resume a run); raises ``BaseMismatch`` on any other."""
@@ -158,6 +175,7 @@ class BaseShift:
         for name, z in self.start.items():
             tensors[f"{name}.A"], tensors[f"{name}.B"] = z.A.contiguous(), z.B.contiguous()
         meta = {"fingerprint": self.fingerprint, "scaling": json.dumps(dict(self.scaling))}
+        meta["public"] = json.dumps(self.public)
         with replacing(path) as part:
             save_file(tensors, part, metadata=meta)
 
@@ -169,7 +187,7 @@ class BaseShift:
             meta = file.metadata()
             scaling = json.loads(meta["scaling"])
             start = {n: LowRank(file.get_tensor(f"{n}.A"), file.get_tensor(f"{n}.B")) for n in scaling}
-        return cls(start, scaling, meta["fingerprint"])
+        return cls(start, scaling, meta["fingerprint"], json.loads(meta["public"]))
 
 
 @torch.no_grad()
@@ -184,7 +202,8 @@ def _subtract(module: nn.Module, z: LowRank, s: float) -> None:
 def shift_base(model: nn.Module, pairs: Iterable[FactorPair]) -> BaseShift:
     """Take each pair's present s A Bᵀ out of its base weight, so that the model computes what it did without adapter.
 
-    Call once, right after writing a non-zero start. Raises ``TargetError`` for quantised weights.
+    Call once, right after writing a non-zero start. The shift is public unless a pair bears ``mark_data_start``. Raises
+    ``TargetError`` for quantised weights.
     """
     pairs = list(pairs)
     for pair in pairs:
@@ -193,7 +212,11 @@ def shift_base(model: nn.Module, pairs: Iterable[FactorPair]) -> BaseShift:
     fingerprint = base_fingerprint(model, [f"{n}.weight" for n in start])
     for pair in pairs:
         _subtract(base_layer(pair.layer), start[pair.name], pair.scaling)
-    return BaseShift(start, {p.name: p.scaling for p in pairs}, fingerprint)
+        why = data_start(pair)
+        if why is not None:
+            _mark(pair, None, why)  # every adapter on this layer now sees the private start in the base weight
+    public = all(data_start(pair) is None for pair in pairs)
+    return BaseShift(start, {p.name: p.scaling for p in pairs}, fingerprint, public)
 
 
 def export_plain_lora(

@@ -28,6 +28,7 @@ from subspan.surgery import (
     base_fingerprint,
     base_layer,
     factor_pairs,
+    mark_data_start,
     shift_base,
     weight_matrix,
 )
@@ -105,7 +106,8 @@ def fisher_init(
         TargetError: quantised or tied weights in residual mode.
         ValueError: a trained adapter, a rank that does not fit, or missing statistics.
 
-    Nothing is written when an error is raised.
+    Nothing is written when an error is raised. A start from statistics that were not declared public is marked on the
+    LoRA layers (``surgery.data_start``) and in ``report.shift.public``, so that private training can refuse it.
     """
     if private and not stats.public:
         raise PrivacyError(
@@ -141,6 +143,8 @@ def fisher_init(
         starts[pair.name] = start, d
     for pair in pairs:
         pair.write(_fit(starts[pair.name][0], pair))
+        if not stats.public:
+            mark_data_start(pair, "fisher_init, private calibration data")
     shift = shift_base(model, pairs) if residual else None
     if residual:
         _set_magnitudes(pairs)
