@@ -115,16 +115,24 @@ def test_the_first_step_starts_from_the_base_models_own_answers(settings):
     assert summary["before"]["loss"] == pytest.approx(loss_of(task, base, rows.test), abs=1e-4)
 
 
-def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path):
-    whole = parse(
-        settings(max_steps=1, evaluate_every=None, output=str(tmp_path / "a"), adapter={"targets": ["q_proj"]})
-    )
+def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path, monkeypatch):
+    from subspan.tune import trainer
+
+    # One batch of eight rows, and the same eight rows in two halves: the loss is a mean over all their targets.
+    rows = list(range(8))
+
+    def fixed(lengths, batch_size, batches, seed):
+        return [rows[i : i + batch_size] for i in range(0, 8, batch_size)]
+
+    monkeypatch.setattr(trainer, "ShuffledBatches", fixed)
+    whole = parse(settings(max_steps=1, evaluate_every=None, output=str(tmp_path / "a")))
     tune(whole)
-    # One window of two half batches holds the same rows as one batch only when every row is drawn: compare full passes.
-    parts = whole.model_copy(update={"accumulate": 2, "output": tmp_path / "b"})
-    tune(parts)
+    tune(whole.model_copy(update={"accumulate": 2, "output": tmp_path / "b"}))
     a, b = adapter(tmp_path / "a"), adapter(tmp_path / "b")
     assert a.keys() == b.keys()
+    assert max(float(v.abs().max()) for v in a.values()) > 0.01
+    for key, value in a.items():
+        torch.testing.assert_close(value, b[key], rtol=1e-3, atol=1e-5)
 
 
 KILLS = {
@@ -198,9 +206,18 @@ def test_a_private_run_resumes_to_bit_equal_weights_and_the_same_budget(settings
 
 
 @pytest.mark.parametrize("method", ["prism", "naive", "ffa"])
-def test_private_runs_state_their_budget_and_log_no_private_loss(settings, tmp_path, method):
-    private = {"method": method, "epsilon": 8.0, "delta": 1e-3}
+def test_private_runs_state_their_budget_and_log_no_private_loss(settings, tmp_path, monkeypatch, method):
+    from subspan.tune.trainer import TuneTrainer
+
+    private, states = {"method": method, "epsilon": 8.0, "delta": 1e-3}, []
+    save = TuneTrainer._save_rng_state
+    monkeypatch.setattr(
+        TuneTrainer, "_save_rng_state", lambda self, f: (states.append(list(self.state.log_history)), save(self, f))
+    )
     summary = tune(parse(settings("classification", privacy=private)))
+    history = [entry for state in states[:3] for entry in state]  # the private run saves three times, then its twin
+    assert history
+    assert {entry["loss"] for entry in history if "loss" in entry} <= {0.0}
     facts = summary["facts"]["privacy"]
     assert facts["method"] == method
     assert 0 < facts["epsilon"] <= 8.0

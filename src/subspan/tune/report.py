@@ -106,6 +106,11 @@ def _privacy(summary: Mapping[str, Any]) -> list[Section]:
         "One training row, more or less, changes the law of the adapter by at most these epsilon and delta. They cover "
         "the training rows only; choosing settings by looking at private rows would cost more."
     )
+    if "twin" in summary:
+        words += (
+            " The accuracy without privacy, and the folder twin/ with its adapter, were made without noise. They carry "
+            "no guarantee: publish neither."
+        )
     return [Section("Privacy", [Table(["quantity", "value"], [[k, v] for k, v in facts.items()]), Text(words)])]
 
 

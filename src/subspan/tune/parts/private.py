@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +41,7 @@ def _check_rate(batch_size: int, rows: int) -> None:
 class PrivateSteps(Part):
     """Poisson batches, each row's gradient clipped, noise added, and the budget kept."""
 
-    logs_loss = False  # the mean loss of private rows carries no noise: it must not be published
+    logs_loss = False
 
     def __init__(self, privacy: Privacy) -> None:
         self.privacy = privacy
@@ -68,17 +69,20 @@ class PrivateSteps(Part):
             dataset_size=len(run.train),
             expected_batch_size=config.batch_size,
             steps=config.max_steps,
-            generator=self._generator(),
+            generator=self._generator(0),
         )
         self.order = self.engine.sampler(self._generator(1))
         if self.engine.shift is not None:
             run.shift = self.engine.shift
         run.say(f"noise multiplier {self.engine.sigma:.3f} for epsilon {wanted.epsilon:g} at delta {wanted.delta:g}")
 
-    def _generator(self, offset: int = 0) -> torch.Generator | None:
+    def _generator(self, stream: int) -> torch.Generator | None:
         """None lets the engine ask the operating system: whoever knows the seed can subtract the noise."""
         seed = self.privacy.noise_seed
-        return None if seed is None else torch.Generator().manual_seed(seed + offset)
+        if seed is None:
+            return None
+        (state,) = np.random.SeedSequence([seed, stream]).generate_state(1)
+        return torch.Generator().manual_seed(int(state))
 
     def optimizer(self, run: Run) -> torch.optim.Optimizer:
         assert self.engine is not None
@@ -94,12 +98,11 @@ class PrivateSteps(Part):
 
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor:
         assert self.engine is not None
-        total, rows = torch.zeros((), device=batch["input_ids"].device), len(batch["input_ids"])
         for part in self.engine.micro_batches(batch):
-            losses = run.task.losses(model, part).per_row()
-            self.engine.backward(losses)
-            total += losses.detach().sum()
-        return total / max(rows, 1)
+            self.engine.backward(run.task.losses(model, part).per_row())
+        # The mean loss of private rows carries no noise, and Trainer hands what a step returns to every logger and
+        # checkpoint: it stays here. A loss that is not finite has already raised in the engine.
+        return torch.zeros((), device=batch["input_ids"].device)
 
     def save(self, folder: Path) -> None:
         from safetensors.torch import save_file
