@@ -20,6 +20,8 @@ from transformers import (
 from subspan.errors import DataError, NonFinite, TargetError
 from subspan.linalg import DenseCovariance, LowRank, SpikedCovariance, Subspace
 from subspan.surgery import Bernoulli, FisherStats, Gaussian, collect_fisher, weight_matrix
+from subspan.surgery.moments.collect import _siblings
+from subspan.surgery.moments.stream import Layer, SecondMoment
 from tests.surgery.processes import collect_part, labelled, mlp
 
 DOUBLE = torch.float64
@@ -758,6 +760,35 @@ def test_layers_that_never_ran_are_listed():
 
     with pytest.raises(TargetError, match="never ran on the calibration data: idle"):
         collect(Idle(), [labelled()], ["a", "idle"])
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("model.layers.1.mlp.experts.12.w1", "model.layers.1.mlp.experts.#.w1"),
+        ("block.0.layer.1.mlp.experts.expert_3.wi", "block.0.layer.1.mlp.experts.expert_#.wi"),
+        ("experts.2", "experts.#"),
+        ("model.layers.1.mlp.shared_expert.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
+        ("model.layers.1.q_proj", "model.layers.1.q_proj"),
+        ("experts_of_old.1.q_proj", "experts_of_old.1.q_proj"),
+    ],
+)
+def test_only_experts_have_siblings(name, family):
+    layer = Layer(name, nn.Linear(3, 2), (2, 3), SecondMoment(2, None, DOUBLE, torch.device("cpu")), None)
+    assert _siblings(layer) == (family, (2, 3))
+
+
+def test_a_dense_block_that_never_ran_is_an_error():
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(6, 6).double()}) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[2]["q"](torch.tanh(self.layers[0]["q"](x)))
+
+    with pytest.raises(TargetError, match=r"never ran on the calibration data: layers\.1\.q$"):
+        collect(Skipping(), [labelled()], ["q"])
 
 
 # ------------------------------------------------------------------------------------------------ many processes

@@ -257,10 +257,13 @@ def _unreached(names: Sequence[str]) -> str:
     )
 
 
+# "experts.3." (Mixtral, Qwen, DeepSeek) and "experts.expert_3." (Switch): only such layers may go without tokens.
+_EXPERT = re.compile(r"(?<![^.])(\w*experts\.(?:\w+_)?)\d+(?![^.])")
+
+
 def _siblings(layer: Layer) -> tuple[str, tuple[int, int]]:
-    """Layers that differ only in the last number of their name (the experts of one block), and in nothing else."""
-    head, _, tail = re.sub(r"(\d+)(?!.*\d)", "#", layer.name).partition("#")
-    return f"{head}#{tail}", layer.shape
+    """The same for the experts of one block, which differ only in their number; a dense layer stands alone."""
+    return _EXPERT.sub(r"\1#", layer.name), layer.shape
 
 
 def _check_reached(layers: Sequence[Layer]) -> None:
