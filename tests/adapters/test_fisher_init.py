@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from subspan.adapters import (
@@ -20,9 +22,13 @@ from subspan.adapters import (
     fisher_init,
     fisher_spectrum,
 )
+from subspan.adapters.fisher_init.directions import _side
 from subspan.errors import BaseMismatch, PrivacyError, TargetError
 from subspan.linalg import SVD, DenseCovariance, KroneckerCovariance, LowRank, Subspace, random_orthonormal
+from subspan.linalg.spectra import _gaussian
 from subspan.surgery import (
+    Bernoulli,
+    Categorical,
     Corrected,
     FisherStats,
     Gaussian,
@@ -582,6 +588,15 @@ def test_dora_magnitudes_follow_the_base_also_when_they_were_trained():
     torch.testing.assert_close(peft_model(data()[0]), mlp()(data()[0]), rtol=1e-4, atol=1e-5)
 
 
+def test_dora_of_a_float64_model_keeps_the_function_to_float64():
+    model = mlp(dtype=DOUBLE)
+    x, y = data(dtype=DOUBLE)
+    stats = calibrated(model, batches=[(x, y)], dtype=DOUBLE)
+    peft_model = adapted(model, use_dora=True).double()
+    fisher_init(peft_model, stats)
+    torch.testing.assert_close(peft_model(x), mlp(dtype=DOUBLE)(x), rtol=1e-10, atol=1e-12)
+
+
 def test_conv1d_and_conv2d():
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, n_positions=16)).eval()
@@ -603,6 +618,33 @@ def test_conv1d_and_conv2d():
     pair = factor_pairs(model)[0]
     assert pair.layer.get_delta_weight("default").shape == (6, 2, 3, 3)
     assert Subspace.span(pair.B).principal_angles(Subspace(stats.layers["0"].inputs.leading(4).vectors)).max() < 1e-3
+
+
+class DrawsAtHome(TorchDispatchMode):
+    """Fails on a draw whose generator lives elsewhere (a GPU would refuse it; simulated devices do not)."""
+
+    draws = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            device = torch.device(kwargs.get("device") or args[0].device)
+            assert device.type == kwargs["generator"].device.type, f"{func} on {device}"
+            self.draws += 1
+        return func(*args, **kwargs)
+
+
+def test_a_cpu_generator_serves_a_model_on_another_device():
+    """On simulated CUDA tensors, which hold no values: whole runs on a GPU are not tested here."""
+    g = torch.Generator()
+    with FakeTensorMode(), DrawsAtHome() as mode:
+        outputs = torch.empty(3, 4, device="cuda")
+        for law in (Categorical(), Gaussian(), Bernoulli()):
+            assert law.sample(outputs, g).device.type == "cuda"
+        covariance = DenseCovariance(torch.empty(6, 6, device="cuda"))
+        assert _side(covariance, 3, "random", None, g).device.type == "cuda"
+        assert _gaussian(4, 3, outputs, g).device.type == "cuda"  # where the iterative solvers start
+    assert mode.draws == 5
 
 
 # ------------------------------------------------------------------------------------------------ reports, spectra

@@ -33,6 +33,12 @@ def spectral_function(s: Float[Tensor, "*b n n"], f: Callable[[Tensor], Tensor])
     return Eigh(values.flip(-1), vectors.flip(-1)).function(f)
 
 
+def _gaussian(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Drawn on the generator's device, which need not be that of ``like``."""
+    where = like.device if generator is None else generator.device
+    return torch.randn(rows, columns, generator=generator, dtype=like.dtype, device=where).to(like.device)
+
+
 def randomized_svd(
     x: Float[Tensor, "m n"],
     rank: int,
@@ -49,7 +55,7 @@ def randomized_svd(
     if not 1 <= rank <= min(m, n):
         raise ValueError(f"rank must lie between 1 and min(m, n) = {min(m, n)}, got {rank}")
     k = min(rank + oversample, m, n)
-    q = orthonormalise(x @ torch.randn(n, k, generator=generator, dtype=x.dtype, device=x.device))
+    q = orthonormalise(x @ _gaussian(n, k, x, generator))
     for _ in range(power):
         q = orthonormalise(x @ orthonormalise(x.mT @ q))
     u, s, vh = torch.linalg.svd(q.mT @ x, full_matrices=False)
@@ -114,7 +120,7 @@ def leading_eigh(
     # Measured on CPU: there the whole decomposition is as fast.
     if 2 * block * depth >= size or (dense is not None and size <= 256):
         return _whole(apply(torch.eye(size, dtype=proto.dtype, device=proto.device)) if dense is None else dense, k)
-    basis = orthonormalise(torch.randn(size, block, generator=generator, dtype=proto.dtype, device=proto.device))
+    basis = orthonormalise(_gaussian(size, block, proto, generator))
     image = last = apply(basis)
     width = depth * block
     error = torch.inf
@@ -205,7 +211,7 @@ def spectral_density(
     """
     density = torch.zeros_like(grid)
     for _ in range(probes):
-        probe = torch.randn(n, generator=generator, dtype=grid.dtype, device=grid.device)
+        probe = _gaussian(n, 1, grid, generator)[:, 0]
         values, vectors = lanczos(matvec, probe, steps).ritz()
         kernel = torch.exp(-0.5 * ((grid[:, None] - values[None, :]) / bandwidth) ** 2)
         density += kernel @ vectors[0].square() / (bandwidth * (2 * torch.pi) ** 0.5)

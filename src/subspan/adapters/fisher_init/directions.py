@@ -134,7 +134,8 @@ def _side(
     """``rank`` orthonormal directions of one side: eigenvectors, completed where the covariance has lower rank."""
     like = c.matrix if isinstance(c, DenseCovariance) else c.values
     if select == "random":
-        return random_orthonormal(c.dim, rank, generator=generator, dtype=like.dtype, device=like.device)
+        where = like.device if generator is None else generator.device
+        return random_orthonormal(c.dim, rank, generator=generator, dtype=like.dtype, device=where).to(like.device)
     if select == "bottom":
         if isinstance(c, SpikedCovariance):
             raise ValueError("select='bottom' needs whole covariances, but this layer kept a sketch; raise max_dim")

@@ -269,7 +269,8 @@ def _set_magnitudes(pairs: Sequence[FactorPair]) -> None:
         magnitudes = getattr(pair.layer, "lora_magnitude_vector", {})
         if pair.adapter in magnitudes:
             weight = magnitudes[pair.adapter].weight
-            effective = _weight(pair) + pair.scaling * pair.low_rank().dense()
+            w = _weight(pair)
+            effective = w + pair.scaling * pair.low_rank(w.dtype).dense()
             weight.copy_(torch.linalg.norm(effective, dim=1).reshape(weight.shape))
 
 

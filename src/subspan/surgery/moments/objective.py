@@ -35,6 +35,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _source(outputs: Tensor, generator: torch.Generator | None) -> torch.device:
+    """Where labels are drawn: on the generator's device, so that one seed gives the same labels on every machine."""
+    return outputs.device if generator is None else generator.device
+
+
 @dataclass(frozen=True)
 class Categorical:
     """Softmax over the last axis; integer labels, of which -100 is left out."""
@@ -44,8 +49,8 @@ class Categorical:
         return nn.functional.cross_entropy(_wide(outputs[kept]), labels[kept], reduction="sum")
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        p = _wide(outputs).softmax(-1).flatten(0, -2)
-        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:-1])
+        p = _wide(outputs).softmax(-1).flatten(0, -2).to(_source(outputs, generator))
+        return torch.multinomial(p, 1, generator=generator).view(outputs.shape[:-1]).to(outputs.device)
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,9 @@ class Gaussian:
         return (outputs - labels.view_as(outputs)).square().sum() / (2 * self.variance)
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device)
-        return outputs + self.variance**0.5 * noise
+        where = _source(outputs, generator)
+        noise = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device=where)
+        return outputs + self.variance**0.5 * noise.to(outputs.device)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ class Bernoulli:
         return nn.functional.binary_cross_entropy_with_logits(wide, labels.to(wide), reduction="sum")
 
     def sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
-        return torch.bernoulli(_wide(outputs).sigmoid(), generator=generator)
+        p = _wide(outputs).sigmoid().to(_source(outputs, generator))
+        return torch.bernoulli(p, generator=generator).to(outputs.device)
 
 
 # Gets (the model's outputs, the batch) and returns the summed negative log-likelihood.
