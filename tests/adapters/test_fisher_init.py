@@ -22,6 +22,7 @@ from subspan.adapters import (
     fisher_init,
     fisher_spectrum,
 )
+from subspan.adapters.fisher_init.allocation import _energies
 from subspan.adapters.fisher_init.directions import _side
 from subspan.errors import BaseMismatch, PrivacyError, TargetError
 from subspan.linalg import SVD, DenseCovariance, KroneckerCovariance, LowRank, Subspace, random_orthonormal
@@ -221,6 +222,10 @@ def test_alignment_scores_are_the_energies_of_the_singular_triples(seed):
     scores = alignment_scores(SVD(u, s, vh.mT), layer.fisher)
     each = torch.stack([layer.fisher.energy(s[k] * torch.outer(u[:, k], vh[k])) for k in range(7)])
     torch.testing.assert_close(scores, each)
+    # Normalised, they do not depend on the size of the weight: those of two layers can be compared.
+    torch.testing.assert_close(
+        alignment_scores(SVD(u, s, vh.mT), layer.fisher, normalize=True), each / w.square().sum()
+    )
     d = directions(w, layer, 7, mode="score")
     assert (alignment_scores(SVD(d.U, d.values, d.V), layer.fisher).diff() <= 1e-12).all()
 
@@ -723,6 +728,38 @@ def test_allocation_keeps_the_scaling(rslora, adjust):
     for pair in pairs:
         assert pair.scaling == pytest.approx(s * 3 / pair.shape[2] if adjust else s)
     fisher_init(peft_model, stats)
+
+
+def test_t17_weighted_values_share_the_ranks_out_by_what_the_weight_holds():
+    """One layer's weight is the Fisher-flat full-rank one, the other's almost of rank one: eigen cannot tell them."""
+    model = nn.Sequential(nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)).double()
+    q = random_orthonormal(12, 12, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
+    values = torch.full((12,), 1e-3, dtype=DOUBLE)
+    values[0] = 1.0
+    with torch.no_grad():
+        model[0].weight.copy_(q)
+        model[1].weight.copy_((q * values) @ q.mT)
+    found = collect_fisher(model, [data(dtype=DOUBLE)], ["0", "1"], loss_fn=lambda out, batch: out.square().sum())
+    unit = LayerMoments(DenseCovariance(torch.eye(12).double()), DenseCovariance(torch.eye(12).double()), None, 64)
+    stats = FisherStats({"0": unit, "1": unit}, found.fingerprint, "empirical", 64, parameters=found.parameters)
+    options = {"lora_alpha": 8, "rho": 1.5}
+    assert allocate_ranks(stats, 4, **options).rank_pattern == {"^0": 4, "^1": 4}
+    weighted = {"spectrum": "weighted", "model": model}
+    assert allocate_ranks(stats, 4, **options, **weighted).rank_pattern == {"^0": 6, "^1": 2}
+    assert sum(allocate_ranks(stats, 4, normalize=False, **options, **weighted).rank_pattern.values()) == 8
+    with pytest.raises(ValueError, match="reads the weights of model="):
+        allocate_ranks(stats, 4, lora_alpha=8, spectrum="weighted")
+    with pytest.raises(BaseMismatch, match="differ from those the statistics"):
+        allocate_ranks(found, 4, spectrum="weighted", model=nn.Sequential(*map(copy.deepcopy, model[::-1])), **options)
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=SEEDS, k=st.integers(1, 7))
+def test_weighted_energies_are_the_squares_of_the_whitened_weights_singular_values(seed, k):
+    w, layer, _ = problem(seed)
+    d = torch.linalg.svdvals(layer.fisher.power(0.5).apply(w))[:k]
+    torch.testing.assert_close(_energies(layer, w, k), d.square())
+    assert layer.fisher.energy(w) == pytest.approx(float(_energies(layer, w, 7).sum()))
 
 
 def test_allocation_refuses_senseless_budgets():

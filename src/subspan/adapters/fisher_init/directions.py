@@ -94,9 +94,15 @@ def directions(
     return Directions(u, v, fisher.pair_energies(u, v), s)
 
 
-def alignment_scores(w: SVD, fisher: KroneckerCovariance) -> Float[Tensor, " k"]:
-    """a_i = s_i² (u_iᵀ S_Y u_i)(v_iᵀ S_X v_i) = E(s_i u_i v_iᵀ) of the singular triples of a weight."""
-    return w.S.square() * fisher.pair_energies(w.U, w.V)
+def alignment_scores(w: SVD, fisher: KroneckerCovariance, *, normalize: bool = False) -> Float[Tensor, " k"]:
+    """a_i = s_i² (u_iᵀ S_Y u_i)(v_iᵀ S_X v_i) = E(s_i u_i v_iᵀ) of the singular triples of a weight.
+
+    ``normalize`` divides by |W|_F², the sum of all s_i² (give the whole decomposition), to compare layers.
+    """
+    energy = w.S.square()
+    if normalize:
+        energy = energy / energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)  # a weight of zero scores zero
+    return energy * fisher.pair_energies(w.U, w.V)
 
 
 def _scored(
