@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subspan.linalg import Subspace, effective_rank, random_orthonormal, spectral_entropy, stable_rank
+from subspan.linalg.subspace import singular_values
 
 SEEDS = st.integers(0, 2**31)
 CLOSE = dict(atol=1e-10, rtol=0)
@@ -124,3 +125,13 @@ def test_summaries_are_scale_free_ordered_and_batched(values: list[float], scale
 def test_summaries_of_a_zero_matrix_are_zero() -> None:
     zero = torch.zeros(3)
     assert [float(f(zero)) for f in (stable_rank, spectral_entropy, effective_rank)] == [0.0, 0.0, 0.0]
+
+
+@given(m=st.integers(1, 10), n=st.integers(1, 10), seed=SEEDS)
+@settings(deadline=None, max_examples=30)
+def test_singular_values_are_those_of_the_svd_in_float64(m: int, n: int, seed: int) -> None:
+    x = gaussian(m, n, seed=seed).float()
+    s = singular_values(x)
+    assert s.dtype == torch.float64
+    torch.testing.assert_close(s, torch.linalg.svdvals(x.double()).flip(0), atol=1e-7 * float(s.max()), rtol=0)
+    assert torch.equal(singular_values(torch.zeros(m, n)), torch.zeros(min(m, n), dtype=torch.float64))

@@ -1,5 +1,6 @@
 """Fingerprint, update strength, forgetting and the mismatch table."""
 
+import copy
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from subspan.optim import StudyRow, describe, fingerprint, forgetting, mismatch_table, update_strength
-from subspan.surgery import factor_pairs, weight_matrix
+from subspan.surgery import BaseShift, factor_pairs, shift_base, weight_matrix
 from tests.optim.small import SIZES, llama
 
 
@@ -163,6 +164,81 @@ def test_tiny_updates_have_an_accurate_cosine_distance() -> None:
     assert row["cosd"] == pytest.approx(sine**2 / 2, rel=1e-4)
 
 
+def shifted_adapter(trained: float, **options: object) -> tuple[nn.Module, BaseShift]:
+    """An adapter whose non-zero start was taken out of the base weights, then moved by ``trained``."""
+    model = trained_adapter(**options)
+    shift = shift_base(model, factor_pairs(model))
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for pair in factor_pairs(model):
+            for p in (pair.param_A, pair.param_B):
+                p.add_(trained * torch.randn(p.shape, generator=g))
+    return model, shift
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_update_strength_with_a_shift_measures_from_the_true_base(dora: bool) -> None:
+    model, shift = shifted_adapter(0.05, use_dora=dora)
+    with_shift = {row["layer"]: row for row in update_strength(model, shift=shift)}
+    with_base = {row["layer"]: row for row in update_strength(model, llama())}
+    without = {row["layer"]: row for row in update_strength(model)}
+    assert len(with_shift) == 4
+    for name, row in with_shift.items():
+        for key in ("cosd", "frobenius", "spectral", "stable_rank", "entropy"):
+            assert row[key] == pytest.approx(with_base[name][key], rel=1e-4)
+        assert abs(without[name]["frobenius"] / row["frobenius"] - 1) > 0.005  # DoRA keeps the rows' norms
+
+
+def test_update_strength_of_an_untrained_shifted_start_is_zero_and_of_a_tiny_update_accurate() -> None:
+    model, shift = shifted_adapter(0.0)
+    assert all(row["frobenius"] == row["cosd"] == 0.0 for row in update_strength(model, shift=shift))
+    assert all(row["frobenius"] > 0.01 for row in update_strength(model))  # what it assumes without the shift
+    pair = factor_pairs(model)[0]
+    start = shift.start[pair.name]
+    with torch.no_grad():
+        pair.param_A.mul_(1 + 1e-5)
+    origin = weight_matrix(pair.layer).double() + 2.0 * (start.A.double() @ start.B.double().mT)
+    update = 2.0 * (pair.A.double() @ pair.B.double().mT - start.A.double() @ start.B.double().mT)
+    row = next(row for row in update_strength(model, shift=shift) if row["layer"] == pair.name)
+    assert row["frobenius"] == pytest.approx(float(update.norm() / origin.norm()), rel=1e-5)
+
+
+def test_update_strength_of_dora_includes_the_magnitudes() -> None:
+    model = trained_adapter(use_dora=True)
+    with torch.no_grad():
+        for pair in factor_pairs(model):
+            pair.layer.lora_magnitude_vector["default"].weight.mul_(1.5)
+    rows = {row["layer"]: row for row in update_strength(model)}
+    merged = {row["layer"]: row for row in update_strength(copy.deepcopy(model).merge_and_unload(), llama())}
+    for name, row in rows.items():
+        for key in ("cosd", "frobenius", "spectral", "stable_rank", "entropy"):
+            assert row[key] == pytest.approx(merged[name][key], rel=1e-4)
+    untrained = get_peft_model(llama(), LoraConfig(r=3, target_modules=["q_proj"], use_dora=True))
+    assert all(row["frobenius"] < 1e-6 for row in update_strength(untrained))
+    with torch.no_grad():
+        for pair in factor_pairs(untrained):
+            pair.layer.lora_magnitude_vector["default"].weight.mul_(2.0)
+    assert all(row["frobenius"] == pytest.approx(1.0, rel=1e-5) for row in update_strength(untrained))
+
+
+def test_update_strength_of_dora_on_conv1d_and_convolutions_matches_the_merged_weight() -> None:
+    gpt2 = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64))
+    conv = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 2))
+    for base, targets, transposed in ((gpt2, ["c_attn"], True), (conv, ["0", "2"], False)):
+        config = LoraConfig(r=2, target_modules=targets, use_dora=True, fan_in_fan_out=transposed)
+        model = get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for pair in factor_pairs(model):
+                pair.param_A.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+                magnitude = pair.layer.lora_magnitude_vector["default"].weight
+                magnitude.mul_(torch.linspace(0.5, 1.5, magnitude.numel()).view_as(magnitude))
+        rows = {row["layer"]: row for row in update_strength(model)}
+        merged = {row["layer"]: row for row in update_strength(model.merge_and_unload(), base)}
+        for name, row in rows.items():
+            for key in ("cosd", "frobenius", "spectral", "stable_rank", "entropy"):
+                assert row[key] == pytest.approx(merged[name][key], rel=1e-4)
+
+
 def test_update_strength_refusals() -> None:
     with pytest.raises(ValueError, match="needs base="):
         update_strength(llama())
@@ -173,6 +249,14 @@ def test_update_strength_refusals() -> None:
         update_strength(llama(), other)
     with pytest.raises(ValueError, match="another model"):
         update_strength(llama(), nn.Sequential(nn.Linear(2, 2)))
+    model, shift = shifted_adapter(0.0)
+    with pytest.raises(ValueError, match="base= or shift=, not both"):
+        update_strength(model, llama(), shift=shift)
+    start = next(iter(shift.start.values()))
+    for name, message in (("block.fc", "no layer block.fc"), ("lm_head", r"\(64, 32\) in the model but")):
+        foreign = BaseShift({name: start}, {name: 2.0}, shift.fingerprint)
+        with pytest.raises(ValueError, match=message):
+            update_strength(model, shift=foreign)
 
 
 def test_forgetting_compares_with_the_base_or_the_switched_off_adapter() -> None:
@@ -190,6 +274,37 @@ def test_forgetting_compares_with_the_base_or_the_switched_off_adapter() -> None
     assert without["loss"]["change"] == pytest.approx(without["loss"]["after"] - without["loss"]["before"])
     with pytest.raises(ValueError, match="needs base="):
         forgetting(base, evaluate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forgetting_with_a_shift_evaluates_the_true_base_and_restores_every_bit(dtype: torch.dtype) -> None:
+    x = torch.arange(12)[None]
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"loss": float(model(input_ids=x, labels=x).loss)}
+
+    model, shift = shifted_adapter(0.05)
+    model, base = model.to(dtype), llama().to(dtype)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = forgetting(model, evaluate, shift=shift)["loss"]
+    close = 1e-6 if dtype == torch.float32 else 0.01
+    assert found["before"] == pytest.approx(evaluate(base)["loss"], rel=close)
+    assert found["after"] == evaluate(model)["loss"]
+    assert abs(forgetting(model, evaluate)["loss"]["before"] - found["before"]) > 1e-3  # the shifted base
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+
+    def failing(model: nn.Module) -> dict[str, float]:
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        forgetting(model, failing, shift=shift)
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="base= or shift=, not both"):
+        forgetting(model, evaluate, base, shift)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        forgetting(model, evaluate, shift=shift)
 
 
 # ------------------------------------------------------------------------------------------------------ mismatch table

@@ -5,8 +5,8 @@ are fully fine-tuned with Muon, and less under LoRA. These numbers describe a mo
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from subspan.linalg import LowRank, spectral_entropy, stable_rank
-from subspan.surgery import base_layer, factor_pairs, matrix_layers, packed_rows, role_of, weight_matrix
+from subspan.linalg.subspace import singular_values
+from subspan.surgery import (
+    BaseShift,
+    FactorPair,
+    base_layer,
+    factor_pairs,
+    matrix_layers,
+    packed_rows,
+    role_of,
+    weight_matrix,
+    write_weight,
+)
 
 Grouping = Callable[[str, nn.Module], str | None]
 
@@ -24,19 +35,12 @@ _QUANTITIES = ("stable_rank", "entropy", "max_norm", "spectral_norm", "peak")
 _SCALE_FREE = ("stable_rank", "entropy", "peak")
 
 
-def _singular_values(x: Tensor) -> Tensor:
-    """From the small Gram matrix in float64: the summaries need s², and this is many times faster than an SVD."""
-    x = x.to(torch.float64 if x.device.type != "mps" else torch.float32)  # MPS has no float64
-    gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()  # rounding leaves zero eigenvalues slightly negative
-
-
 def describe(x: Tensor) -> dict[str, float]:
     """Summary of a matrix: stable rank, entropy H, largest entry, spectral norm, and peak = max |x| sqrt(mn) / |x|_F.
 
     Stable rank, entropy and peak do not change when the matrix is scaled.
     """
-    s = _singular_values(x)
+    s = singular_values(x)
     largest, norm = float(x.abs().max()), float(s.norm())
     return {
         "stable_rank": float(stable_rank(s)),
@@ -113,7 +117,10 @@ def _attention_parts(model: nn.Module, name: str, layer: nn.Module) -> dict[str,
 
 @torch.no_grad()
 def update_strength(
-    model: nn.Module, base: nn.Module | None = None, adapter_name: str = "default"
+    model: nn.Module,
+    base: nn.Module | None = None,
+    adapter_name: str = "default",
+    shift: BaseShift | None = None,
 ) -> list[dict[str, Any]]:
     """How far fine-tuning moved each weight matrix from W0, and along how many directions; one row per layer.
 
@@ -121,21 +128,31 @@ def update_strength(
     and ``entropy`` of dW, and for LoRA layers the same of ``A`` (r x n), ``B`` (m x r) and of their product ``BA``. The
     product is often far spikier than its factors. ``BA_entropy`` is relative to the r directions it could have.
 
-    ``base`` is the model before fine-tuning. A peft model needs none: its own base weights stand for W0.
+    ``base`` is the model before fine-tuning. Without it a peft model's own base weights stand for W0, and dW is all
+    that the adapter computes: right only for an adapter that started at zero. A start that was taken out of the base
+    weights (a residual Fisher or PRISM start) needs its ``shift``: then W0 = W' + s A0 B0ᵀ and dW = s (A Bᵀ - A0 B0ᵀ).
+    A start that peft itself took out (PiSSA) needs ``base``. Under DoRA dW includes the magnitudes.
+
+    Raises ``ValueError`` without an adapter and without ``base``, with both ``base`` and ``shift``, and when either
+    belongs to another model.
     """
     pairs = {p.name: p for p in factor_pairs(model, adapter_name)} if hasattr(model, "peft_config") else {}
     if base is None and not pairs:
         raise ValueError("update_strength needs base=, the model before fine-tuning, for a model without an adapter")
-    before = None if base is None else _linear_layers(base)
+    if base is not None and shift is not None:
+        raise ValueError("update_strength takes base= or shift=, not both: each of them tells W0")
+    layers, before = _linear_layers(model), None if base is None else _linear_layers(base)
+    starts = {} if shift is None else _starts(layers, shift)
     rows = []
-    for name, module in _linear_layers(model).items():
+    for name, module in layers.items():
         pair = pairs.get(name)
         if before is None and pair is None:
             continue
         trained = dict(getattr(module, "modules_to_save", {})).get(adapter_name, module)
         weight = weight_matrix(trained).float()
-        update = torch.zeros_like(weight) if pair is None else pair.scaling * pair.low_rank().dense()
-        origin = weight
+        start = starts.get(name)
+        update = torch.zeros_like(weight) if pair is None else _adapter_update(pair, weight, start)
+        origin = weight if start is None else weight + start.dense()
         if before is not None:
             if name not in before:
                 raise ValueError(f"the base model has no layer {name}: it is another model")
@@ -148,6 +165,59 @@ def update_strength(
     return rows
 
 
+def _adapter_update(pair: FactorPair, weight: Tensor, start: LowRank | None) -> Tensor:
+    """W_eff - W0, where the layer's weight is W0 - ``start``."""
+    z = pair.low_rank()
+    if start is None:
+        update = pair.scaling * z.dense()
+    else:
+        # s (A Bᵀ - A0 B0ᵀ) by the differences of the factors, which a small update on a large start does not cancel.
+        z0 = start.scale(1 / pair.scaling)
+        update = pair.scaling * (LowRank(z.A - z0.A, z.B) + LowRank(z0.A, z.B - z0.B)).dense()
+    magnitudes = getattr(pair.layer, "lora_magnitude_vector", {})
+    if pair.adapter in magnitudes:  # DoRA: W_eff = m V / |V| by rows, V = W + s A Bᵀ
+        v = weight + pair.scaling * z.dense()
+        m = magnitudes[pair.adapter].weight.float().reshape(-1, 1)
+        update = update + (m / v.norm(dim=1, keepdim=True) - 1) * v
+    return update
+
+
+def _starts(layers: Mapping[str, nn.Module], shift: BaseShift) -> dict[str, LowRank]:
+    """s A0 B0ᵀ by layer, in float32 or better and where the layer is."""
+    missing = [name for name in shift.start if name not in layers]
+    if missing:
+        raise ValueError(f"the model has no layer {missing[0]}: the shift belongs to another model")
+    out = {}
+    for name, z in shift.start.items():
+        weight = weight_matrix(layers[name])
+        if z.shape != weight.shape:
+            shapes = f"{tuple(weight.shape)} in the model but {tuple(z.shape)} in the shift"
+            raise ValueError(f"{name} is {shapes}: it belongs to another model")
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        out[name] = LowRank(z.A.to(weight.device, exact), z.B.to(weight.device, exact)).scale(shift.scaling[name])
+    return out
+
+
+@contextmanager
+def _shift_undone(model: nn.Module, shift: BaseShift) -> Iterator[None]:
+    """The base weights as they were before the shift (up to their rounding); afterwards those of now, bit by bit."""
+    layers = _linear_layers(model)
+    starts = _starts(layers, shift)
+    merged = [name for name in starts if getattr(layers[name], "merged", False)]
+    if merged:
+        raise ValueError(f"an adapter is merged into {merged[0]}; call unmerge_adapter() first")
+    weights: list[nn.Parameter] = [base_layer(layers[name]).weight for name in starts]  # pyright: ignore[reportAssignmentType]
+    kept = [weight.detach().clone() for weight in weights]
+    try:
+        for name, start in starts.items():
+            write_weight(layers[name], weight_matrix(layers[name]).to(start.A.dtype) + start.dense())
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, copy in zip(weights, kept, strict=True):
+                weight.copy_(copy)
+
+
 def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers with a weight matrix by the names they have without peft."""
     layers = matrix_layers(model).items()
@@ -155,7 +225,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _strength(origin: Tensor, update: Tensor) -> dict[str, float]:
-    d, s0, norm0 = _singular_values(update), _singular_values(origin), origin.norm()
+    d, s0, norm0 = singular_values(update), singular_values(origin), origin.norm()
     # 1 - (1 + a) / sqrt(1 + 2a + b), written so that small updates do not cancel.
     a, b = float((origin * update).sum() / norm0**2), float((update.norm() / norm0) ** 2)
     root = math.sqrt(max(0.0, 1 + 2 * a + b))
@@ -176,15 +246,28 @@ def _factor_spectra(z: LowRank) -> dict[str, float]:
 
 
 def forgetting(
-    model: Any, evaluate: Callable[[nn.Module], Mapping[str, float]], base: nn.Module | None = None
+    model: Any,
+    evaluate: Callable[[nn.Module], Mapping[str, float]],
+    base: nn.Module | None = None,
+    shift: BaseShift | None = None,
 ) -> dict[str, dict[str, float]]:
     """``evaluate`` (source-task metrics by name) before and after fine-tuning, and the change.
 
-    "Before" is ``base``, or a peft model with its adapter switched off.
+    "Before" is ``base``, or a peft model with its adapter switched off. The latter is the model before fine-tuning only
+    if the adapter started at zero: with a start that was taken out of the base weights give its ``shift``, which is
+    added back for that evaluation and then undone bit by bit (a copy of the shifted weights is kept meanwhile).
+
+    Raises ``ValueError`` without an adapter and without ``base``, with both ``base`` and ``shift``, and for a shift of
+    another model or a merged adapter.
     """
     if base is None and not hasattr(model, "disable_adapter"):
         raise ValueError("forgetting needs base=, the model before fine-tuning, for a model without an adapter")
-    with nullcontext() if base is not None else model.disable_adapter():
+    if base is not None and shift is not None:
+        raise ValueError("forgetting takes base= or shift=, not both: each of them tells the model before fine-tuning")
+    with (
+        nullcontext() if base is not None else model.disable_adapter(),
+        nullcontext() if shift is None else _shift_undone(model, shift),
+    ):
         before = dict(evaluate(base if base is not None else model))
     after = dict(evaluate(model))
     return {k: {"before": before[k], "after": after[k], "change": after[k] - before[k]} for k in before}
