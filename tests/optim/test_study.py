@@ -2,8 +2,10 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 from subspan.optim import MuonAdamW, StudyConfig, digits_task, finetune, mismatch_table, pretrain, run_study
@@ -44,20 +46,50 @@ def test_study_is_reproducible_and_leaves_the_global_generator_alone() -> None:
     assert run_study(small) == first
 
 
+class Recorder(nn.Module):
+    """Keeps what it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x)
+        return torch.zeros(len(x), 10)
+
+
 def test_digits_task_splits_do_not_overlap_and_rotate_the_target() -> None:
-    task = digits_task(0)
-    other = digits_task(1)
-    g = torch.Generator().manual_seed(0)
-    x, _ = next(task.batches("source", g))
-    assert x.shape == (64, 64)
-    assert x.abs().max() <= 1
-    # A rotated batch of the target, turned back, looks like the source's images.
-    z, _ = next(task.batches("target", g))
-    assert not torch.equal(z, x)
-    weights = [p.detach() for p in task.model.parameters()]
-    assert not all(torch.equal(a, b.detach()) for a, b in zip(weights, other.model.parameters(), strict=True))
-    seen = {tuple(row.tolist()) for _ in range(60) for row in next(task.batches("target", g))[0]}
-    assert len(seen) <= 200
+    data, task, recorder = load_digits(), digits_task(0), Recorder()
+    upright = (data.images / 8 - 1).astype(np.float32)
+    # All images differ, also from all rotated ones, so an image tells its row and whether it was turned.
+    row_of = {image.tobytes(): row for row, image in enumerate(upright)}
+    row_of_turned = {np.rot90(image).tobytes(): row for row, image in enumerate(upright)}
+    assert len(row_of | row_of_turned) == 2 * len(upright)
+
+    def rows(images: torch.Tensor, known: dict[bytes, int]) -> list[int]:
+        return [known[image.tobytes()] for image in images.numpy()]
+
+    g, drawn = torch.Generator().manual_seed(0), {}
+    for which, known in (("source", row_of), ("target", row_of_turned)):
+        drawn[which] = set()
+        for x, labels in itertools.islice(task.batches(which, g), 300):
+            found = rows(x, known)
+            assert (data.target[found] == labels.numpy()).all()
+            drawn[which] |= set(found)
+    task.evaluate(recorder)
+    test, validation, source_test, again = recorder.seen
+    assert rows(source_test, row_of) == rows(test, row_of_turned) == rows(again, row_of_turned)
+    parts = [*drawn.values(), set(rows(test, row_of_turned)), set(rows(validation, row_of_turned))]
+    assert [len(part) for part in parts] == [1000, 200, 400, 197]
+    assert set().union(*parts) == set(range(1797))  # as many as all parts have together: none shares a row
+
+
+def test_digits_task_depends_on_the_seed() -> None:
+    first, other = digits_task(0), digits_task(1)
+    weights = zip(first.model.parameters(), other.model.parameters(), strict=True)
+    assert not any(torch.equal(a, b) for a, b in weights)
+    batches = [next(task.batches("source", torch.Generator().manual_seed(0)))[0] for task in (first, other)]
+    assert not torch.equal(*batches)
 
 
 def test_pretraining_learns_and_lora_trains_the_four_hidden_layers_only() -> None:

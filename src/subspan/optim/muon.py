@@ -94,6 +94,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Clipping the gradient's norm does not bound Muon's update; it only re-weights gradients between steps. Each step
     moves a weight by at most 1.21 lr scale in spectral norm, whatever the gradient.
+
+    Give torch's ``OneCycleLR`` and ``CyclicLR`` ``cycle_momentum=False``: otherwise they cycle ``betas``, which only
+    the AdamW part reads, and never ``momentum``.
     """
 
     _warned_nonfinite = False

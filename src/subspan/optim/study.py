@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subspan.data import digits
 from subspan.optim.mismatch import StudyRow, update_strength
 from subspan.optim.muon import MuonAdamW
 from subspan.optim.routing import build_muon_groups
@@ -192,12 +193,9 @@ def digits_task(seed: int, pretrain_rows: int = 1000, finetune_rows: int = 200, 
     stays frozen. Metrics: accuracy ``score`` (target test), ``validation`` (target), ``source`` (upright test), and
     the target's test cross-entropy ``loss``.
     """
-    from sklearn.datasets import load_digits
-
     generator = torch.Generator().manual_seed(seed)
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32) / 8 - 1
-    labels = torch.tensor(data.target)
+    data = digits()
+    images, labels = 2 * torch.from_numpy(data.images) - 1, torch.from_numpy(data.labels)
     upright, rotated = images.flatten(1), torch.rot90(images, 1, (1, 2)).flatten(1)
     order = torch.randperm(len(images), generator=generator)
     source, tuning, rest = order.split([pretrain_rows, finetune_rows, len(order) - pretrain_rows - finetune_rows])
