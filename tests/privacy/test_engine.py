@@ -200,6 +200,24 @@ def test_t10_gauge_does_not_change_a_full_run(precond: str) -> None:
     assert runs[1][0] == runs[0][0]  # a power of two is exact: bit-equal
 
 
+def test_rounding_does_not_choose_the_noise() -> None:
+    """All singular values equal: a perturbation of 1e-10 turns the singular basis by anything, but not the noise."""
+    released = []
+    for size in (0.0, 1e-10):
+        priv = engine(adapted(), init="balanced_random")
+        priv.steps_done = 1  # at the first step the basis is a function of Z alone
+        g = torch.Generator().manual_seed(0)
+        for pair in priv.factor_pairs:
+            z = pair.low_rank(D)
+            z = LowRank(*(f + size * torch.randn(f.shape, generator=g, dtype=D) for f in (z.A, z.B)))
+            assert float(z.imbalance()) < 1e-6
+            pair.write(z)
+        priv.attach(torch.optim.SGD(priv.parameters(), lr=0.0)).step()
+        released.append([p.grad.clone() for p in priv.parameters()])
+    for a, b in zip(*released, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+
+
 def test_the_naive_baseline_does_depend_on_the_gauge() -> None:
     runs = []
     for c in (1.0, 16.0):

@@ -286,7 +286,7 @@ class PrismPrivacy:
     def _begin(self) -> None:
         if not self._begun:
             for s in self._sums:
-                s.begin()
+                s.begin(canonical=self.steps_done == 0)
             self._versions = {name: p._version for name, p in self._parameters.items()}
             self._begun = True
 

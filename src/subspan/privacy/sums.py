@@ -6,13 +6,14 @@ sum / divisor plus noise into ``.grad``.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from subspan.errors import PrivacyError
-from subspan.linalg import TangentSpace
+from subspan.linalg import TangentSpace, nearest_orthogonal
 from subspan.surgery import FactorPair
 from subspan.surgery.per_example import (
     ExampleGradients,
@@ -49,7 +50,8 @@ class LayerSum:
             found[f"{self.name}.bias"] = self.module.bias
         return found  # pyright: ignore[reportReturnType]
 
-    def begin(self) -> None:
+    def begin(self, canonical: bool = True) -> None:
+        """Start a step; ``canonical`` concerns ``TangentSum``."""
         self._weight_sum: Tensor | None = None
         self._bias_sum: Tensor | None = None
 
@@ -113,15 +115,27 @@ class TangentSum:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return {f"{self._up}.weight": self.pair.param_A, f"{self._down}.weight": self.pair.param_B}
 
-    def begin(self) -> None:
+    def begin(self, canonical: bool = True) -> None:
+        """Start a step in the sign-fixed singular basis of Z (``canonical``), or in the factors' own if balanced.
+
+        The noise is drawn in a basis. The singular basis is a function of Z, so at the first step the draw is the same
+        in every gauge; but it jumps where singular values cross or a sign rule ties, and there rounding would decide
+        which noise is drawn. Balanced factors, as PRISM stores them, have the basis A (AᵀA)^{-1/2} that cannot jump.
+        """
         dtype = torch.promote_types(self.pair.param_A.dtype, torch.float32)
+        z = self.pair.low_rank(dtype)
         try:
-            self.space: TangentSpace = self.pair.low_rank(dtype).tangent()
+            space: TangentSpace = z.tangent()
         except ValueError as error:
             raise PrivacyError(
                 f"{self.name}: {error}. PRISM needs both LoRA factors of full rank; peft's default start has B = 0: "
                 'start with PrismConfig(init="spectral") or init="balanced_random"'
             ) from error
+        tolerance = max(1e-3, 8 * torch.finfo(self.pair.param_A.dtype).eps)
+        if not canonical and bool(z.imbalance() <= tolerance):
+            q = nearest_orthogonal(space.TA)  # TA = S^{1/2} Q
+            space = replace(space, U=space.U @ q, V=space.V @ q, TA=q.mT @ space.TA, TB=q.mT @ space.TB)
+        self.space = space
         eye = torch.eye(self.space.TA.shape[-1], dtype=dtype, device=self.space.TA.device)
         self._inverse_A, self._inverse_B = (torch.linalg.solve(t, eye) for t in (self.space.TA, self.space.TB))
         self._sums = (torch.zeros_like(self.space.U), torch.zeros_like(self.space.V))
