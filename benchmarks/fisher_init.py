@@ -6,12 +6,8 @@ of the rounds. ``--quick`` repeats less.
 
 import argparse
 import copy
-import json
-import statistics
-import time
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,27 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from subspan.adapters import collect_fisher, fisher_init
 from subspan.linalg import Subspace, leading_eigh, random_orthonormal
-
-
-def report(name: str, ratio: float, bar: float, better: str, peer: str) -> None:
-    line = {"name": name, "ratio": float(f"{ratio:.3g}"), "bar": bar, "better": better, "peer": peer}
-    print(json.dumps(line, ensure_ascii=False), flush=True)
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each function, called in turn so that a busy machine slows all alike; round one warms up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if i > 0:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def median_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
-    return statistics.median(a / b for a, b in zip(times[top], times[bottom], strict=True))
+from timing import interleaved, median_ratio, report
 
 
 def deep(width: int, layers: int) -> nn.Sequential:

@@ -5,43 +5,18 @@ of the rounds. ``--quick`` repeats less.
 """
 
 import argparse
-import json
 import math
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subspan.linalg import ns_coefficients
 from subspan.optim import MuonAdamW, muon_from_peft
+from timing import interleaved, median_ratio, peak_bytes, report
 
 # (rank, long side, number of factors, least speed-up over torch.optim.Muon)
 FACTORS = ((8, 768, 144, 2.5), (16, 1024, 192, 1.3), (64, 768, 144, 1.15))
-
-
-def report(name: str, ratio: float, bar: float, better: str, peer: str, **more: float) -> None:
-    line = {"name": name, "ratio": round(ratio, 3), "bar": bar, "better": better, "peer": peer}
-    print(json.dumps(line | {k: round(v, 3) for k, v in more.items()}), flush=True)
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each function, called in turn so that a busy machine slows all alike; round one warms up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if i > 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def median_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
-    """Median over the rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(times[top], times[bottom], strict=True))
 
 
 def lora_factors(rank: int, side: int, count: int) -> list[nn.Parameter]:
@@ -81,6 +56,10 @@ class LoopMuon:
         return x.mT if tall else x
 
 
+def milliseconds(seconds: list[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
 def steps(repeats: int) -> None:
     for rank, side, count, bar in FACTORS:
         sets = [lora_factors(rank, side, count) for _ in range(4)]
@@ -91,7 +70,7 @@ def steps(repeats: int) -> None:
             "torch.optim.AdamW": torch.optim.AdamW(sets[3], lr=1e-3),
         }
         times = interleaved({name: o.step for name, o in optimizers.items()}, repeats)
-        spent = {"ours_ms": statistics.median(times["ours"]), "adamw_ms": statistics.median(times["torch.optim.AdamW"])}
+        spent = {"ours_ms": milliseconds(times["ours"]), "adamw_ms": milliseconds(times["torch.optim.AdamW"])}
         name = f"step_r{rank}_q{side}_n{count}"
         report(name, median_ratio(times, "torch.optim.Muon", "ours"), bar, "higher", "torch.optim.Muon", **spent)
         report(f"{name}_vs_loop", median_ratio(times, "float32 loop", "ours"), 1.0, "higher", "float32 loop", **spent)
@@ -124,19 +103,7 @@ def training_step(repeats: int) -> None:
 
     times = interleaved({name: (lambda name=name: step(name)) for name in models}, 4 * repeats)
     ratio = median_ratio(times, "muon", "adamw")
-    report("training_step_gpt_d64", ratio, 1.3, "lower", "torch.optim.AdamW", ours_ms=statistics.median(times["muon"]))
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes that torch held at once above what it held at the start."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    report("training_step_gpt_d64", ratio, 1.3, "lower", "torch.optim.AdamW", ours_ms=milliseconds(times["muon"]))
 
 
 def memory() -> None:
