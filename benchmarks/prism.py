@@ -5,59 +5,23 @@ layers of 1024 x 1024 at r = 16, 32 examples of 64 tokens. ``--quick`` repeats l
 """
 
 import argparse
-import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from subspan.linalg import LowRank, TangentVector, random_orthonormal
 from subspan.privacy import PrismConfig, PrismPrivacy
+from timing import interleaved, median_ratio, peak_bytes, report
 
 WIDTH, RANK, LAYERS, BATCH, TOKENS = 1024, 16, 8, 32, 64
-
-
-def report(name: str, ratio: float, bar: float, better: str, peer: str, **more: float) -> None:
-    line = {"name": name, "ratio": round(ratio, 3), "bar": bar, "better": better, "peer": peer, **more}
-    print(json.dumps(line), flush=True)
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each function, called in turn so that a busy machine slows all alike; the first round is dropped."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if i > 0:
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
-def median_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
-    """Median over the rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(times[top], times[bottom], strict=True))
 
 
 def best_ratio(times: dict[str, list[float]], top: str, bottom: str) -> float:
     """Ratio of the fastest rounds, for functions so short that a busy machine's pauses decide the other rounds."""
     return min(times[top]) / min(times[bottom])
-
-
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes that torch held at once above what it held at the start."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 class Stack(nn.Module):
@@ -135,7 +99,7 @@ def whole_step(quick: bool) -> None:
     )
     ratio = median_ratio(times, "prism", "opacus")
     report("private_step", ratio, 1.3, "lower", "Opacus GradSampleModule + DPOptimizer(AdamW)",
-           seconds=round(statistics.median(times["prism"]), 4))  # fmt: skip
+           seconds=statistics.median(times["prism"]))  # fmt: skip
     tail = statistics.median(t / f for t, f in zip(prism.tail[1:], times["plain"], strict=True))
     report("optimizer_tail", tail, 0.25, "lower", "forward and backward of the same model, non-private")
     memory = peak_bytes(prism.step) / peak_bytes(opacus.step)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subspan.linalg import Subspace, effective_rank, random_orthonormal, spectral_entropy, stable_rank
-from subspan.linalg.subspace import singular_values
+from subspan.linalg import Subspace, effective_rank, random_orthonormal, singular_values, spectral_entropy, stable_rank
 
 SEEDS = st.integers(0, 2**31)
 CLOSE = dict(atol=1e-10, rtol=0)

@@ -30,7 +30,7 @@ from subspan.linalg.spectra import (
     spectral_density,
     spectral_function,
 )
-from subspan.linalg.subspace import Subspace, effective_rank, spectral_entropy, stable_rank
+from subspan.linalg.subspace import Subspace, effective_rank, singular_values, spectral_entropy, stable_rank
 
 __all__ = [
     "SVD",
@@ -61,6 +61,7 @@ __all__ = [
     "procrustes",
     "random_orthonormal",
     "randomized_svd",
+    "singular_values",
     "spectral_density",
     "spectral_entropy",
     "spectral_function",

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subspan.linalg import LowRank, spectral_entropy, stable_rank
-from subspan.linalg.subspace import singular_values
+from subspan.linalg import LowRank, singular_values, spectral_entropy, stable_rank
 from subspan.surgery import (
     BaseShift,
     FactorPair,
