@@ -253,7 +253,7 @@ def test_the_plan_counts_parameters_steps_and_noise_without_loading_weights(sett
         ({"data": {"validation": 200, "test": 100}}, DataError, "too few"),
         ({"adapter": {"r": 33}}, ConfigError, "adapter.r=33 exceeds"),
         ({"adapter": {"targets": ["q_prj"]}}, TargetError, "match no layer.*q_proj"),
-        ({"max_length": 8}, DataError, "max_length=8 leaves no room"),
+        ({"max_length": 7}, DataError, "max_length=7 leaves no room"),
         ({"model": "/nowhere/at/all"}, DataError, "/nowhere/at/all"),
     ],
 )
