@@ -213,7 +213,8 @@ class TangentSpace:
         return r * (self.U.shape[-2] + self.V.shape[-2] - r)
 
     @cached_property
-    def _inverses(self) -> tuple[Tensor, Tensor]:
+    def inverses(self) -> tuple[Tensor, Tensor]:
+        """TA⁻¹ and TB⁻¹."""
         eye = torch.eye(self.TA.shape[-1], dtype=self.TA.dtype, device=self.TA.device)
         return torch.linalg.solve(self.TA, eye), torch.linalg.solve(self.TB, eye)
 
@@ -222,7 +223,7 @@ class TangentSpace:
 
         With A = U TA and B = V TB: G V = gA TB⁻¹ and Gᵀ U = gB TA⁻¹, so the error grows with cond(B), not cond(B)².
         """
-        inv_a, inv_b = self._inverses
+        inv_a, inv_b = self.inverses
         return self.split(gA @ inv_b, gB @ inv_a)
 
     def coordinates_of(self, G: Float[Tensor, "*b m n"]) -> TangentVector:
@@ -246,7 +247,7 @@ class TangentSpace:
 
     def lift(self, v: TangentVector) -> tuple[Tensor, Tensor]:
         """(dA, dB) with dA Bᵀ + A dBᵀ = v, horizontal for the metric tr(dAᵀdA BᵀB) + tr(dBᵀdB AᵀA)."""
-        inv_a, inv_b = self._inverses
+        inv_a, inv_b = self.inverses
         return (v.Up + 0.5 * self.U @ v.X) @ inv_b.mT, (v.Vp + 0.5 * self.V @ v.X.mT) @ inv_a.mT
 
     def factor_gradients(self, v: TangentVector) -> tuple[Tensor, Tensor]:

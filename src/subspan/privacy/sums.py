@@ -136,8 +136,7 @@ class TangentSum:
             q = nearest_orthogonal(space.TA)  # TA = S^{1/2} Q
             space = replace(space, U=space.U @ q, V=space.V @ q, TA=q.mT @ space.TA, TB=q.mT @ space.TB)
         self.space = space
-        eye = torch.eye(self.space.TA.shape[-1], dtype=dtype, device=self.space.TA.device)
-        self._inverse_A, self._inverse_B = (torch.linalg.solve(t, eye) for t in (self.space.TA, self.space.TB))
+        self._inverse_A, self._inverse_B = self.space.inverses
         self._sums = (torch.zeros_like(self.space.U), torch.zeros_like(self.space.V))
 
     def take(self, layer: str, gradient: LayerGradient) -> None:

@@ -92,14 +92,14 @@ class TuneTrainer(Trainer):
             loss = part.step(self.run, model, self._prepare_inputs(inputs))
             if loss is not None:
                 return self._finite(loss)
-        return self._finite(super().training_step(model, inputs, num_items_in_batch))
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         losses = self.run.task.losses(model, inputs)
         if num_items_in_batch is None:
-            return losses.mean()
+            return self._finite(losses.mean())
         # DistributedDataParallel averages over processes, but the count is of all of them.
         return self._finite(losses.total.sum() / num_items_in_batch * self.accelerator.num_processes)
 
