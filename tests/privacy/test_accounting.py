@@ -42,10 +42,22 @@ def test_a_failing_prv_falls_back_to_rdp_out_loud(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("discrete mean differs")
 
     monkeypatch.setattr(PRVAccountant, "get_epsilon", fail)
-    with pytest.warns(UserWarning, match=r"PRV accountant failed \(RuntimeError: discrete mean differs\)"):
+    with pytest.warns(UserWarning, match=r"PRV accountant failed \(prv: discrete mean differs\)"):
         found = noise_multiplier(3.0, 1e-3, 0.25, 100)
     assert found.accountant == "rdp"
     assert found.sigma == pytest.approx(3.03, abs=0.01)
+
+
+def test_an_unexpected_failure_is_named_and_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opacus.accountants import RDPAccountant
+
+    def fail(self: RDPAccountant, delta: float, **options: float) -> float:
+        raise MemoryError
+
+    monkeypatch.setattr(RDPAccountant, "get_epsilon", fail)
+    with pytest.raises(PrivacyError, match=r"not reachable .*\(rdp: MemoryError\)") as caught:
+        noise_multiplier(3.0, 1e-3, 0.25, 100, "rdp")
+    assert isinstance(caught.value.__cause__, MemoryError)
 
 
 def test_no_warning_where_nothing_failed() -> None:

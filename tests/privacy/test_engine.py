@@ -13,7 +13,7 @@ from torch import nn
 from subspan.errors import NonFinite, PrivacyError, TargetError
 from subspan.linalg import LowRank
 from subspan.privacy import Prism, PrismConfig, PrismPrivacy, micro_batches
-from subspan.surgery import BaseShift, factor_pairs
+from subspan.surgery import BaseShift, factor_pairs, mark_data_start, shift_base
 from tests.privacy.small import (
     LAYERS,
     L,
@@ -47,14 +47,14 @@ def silent(priv: PrismPrivacy, x: torch.Tensor, y: torch.Tensor) -> list[LowRank
 
 def test_release_is_the_clipped_sum_of_dense_projections() -> None:
     model = adapted()
-    priv = engine(model, sigma=0.0, max_grad_norm=0.5)
+    priv = engine(model, sigma=0.0, max_grad_norm=3.5)
     x, y = (t[:10] for t in data())
     spaces = [z.tangent() for z in factors(priv)]
     grads = dense_gradients(x, y)
     tangents = [[s.project(g) for s, g in zip(spaces, row, strict=True)] for row in grads]
     norms = torch.stack([sum(t.square().sum() for t in row).sqrt() for row in tangents])  # global over modules
-    alphas = (0.5 / norms).clamp(max=1)
-    assert 0 < int((alphas < 1).sum()) < 10 or bool((alphas < 1).any())
+    alphas = (3.5 / norms).clamp(max=1)
+    assert 0 < int((alphas < 1).sum()) < 10
     released = silent(priv, x, y)
     for k, (space, g) in enumerate(zip(spaces, released, strict=True)):
         total = sum(a * row[k] for a, row in zip(alphas, tangents, strict=True))
@@ -63,8 +63,9 @@ def test_release_is_the_clipped_sum_of_dense_projections() -> None:
 
 @pytest.mark.parametrize("method", ["prism", "naive", "ffa"])
 @pytest.mark.parametrize("dtype", [D, torch.float32])
-def test_t11_one_record_moves_the_sum_by_at_most_c(method: str, dtype: torch.dtype) -> None:
-    model = adapted(dtype, modules_to_save=None)
+@pytest.mark.parametrize("head", [False, True])
+def test_t11_one_record_moves_the_sum_by_at_most_c(method: str, dtype: torch.dtype, head: bool) -> None:
+    model = adapted(dtype, **({"target_modules": ["0", "2"], "modules_to_save": ["4"]} if head else {}))
     priv = engine(model, sigma=0.0, max_grad_norm=0.3, method=method, init="spectral")
     x, y = data(dtype)
     spaces = [pair.low_rank(dtype).tangent() for pair in priv.factor_pairs]
@@ -76,7 +77,8 @@ def test_t11_one_record_moves_the_sum_by_at_most_c(method: str, dtype: torch.dty
         opt.step()
         if method == "prism":
             pairs = [(s, p) for s, p in zip(spaces, priv.factor_pairs, strict=True)]
-            return [t.to(D) for s, p in pairs for t in s.coordinates(p.grad_A(), p.grad_B())]
+            tangent = [t.to(D) for s, p in pairs for t in s.coordinates(p.grad_A(), p.grad_B())]
+            return [*tangent, *(p.grad.to(D).clone() for p in priv.dense_parameters)]
         return [p.grad.to(D).clone() for p in priv.parameters()]
 
     batch = list(range(20))
@@ -85,6 +87,25 @@ def test_t11_one_record_moves_the_sum_by_at_most_c(method: str, dtype: torch.dty
         moved = L * math.sqrt(sum(float((s - t).square().sum()) for s, t in zip(a, b, strict=True)))
         assert moved <= 0.3 * (1 + (1e-6 if dtype == D else 1e-4))
         assert moved > 0.29  # large inputs: every record is clipped, so the bound is reached
+
+
+@pytest.mark.parametrize("rest", [1.0, 1e-2, 1e-4, 1e-6, 0.0])
+def test_t11_tokens_that_cancel_keep_the_bound(rest: float) -> None:
+    """Three tokens at rank 6: norms come from Gram matrices, whose rounding must not let the record through."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=6, lora_alpha=6, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(40, 30)), config)
+    priv = engine(model, sigma=0.0, max_grad_norm=0.3, init="balanced_random")
+    x = torch.randn(20, 1, 40) * (1 + rest * torch.randn(20, 3, 40))
+    slope = torch.randn(20, 3, 30)
+    slope[:, 0] = rest * slope[:, 0] - slope[:, 1:].sum(1)  # the slopes of a record's tokens nearly add up to zero
+    for i in range(20):
+        priv.backward(1e4 * (model(x[i : i + 1]) * slope[i : i + 1]).sum((1, 2)))
+        (s,) = priv._sums
+        norm = math.sqrt(sum(float(part.to(D).square().sum()) for part in s.space.split(*s._sums)))
+        assert norm <= 0.3 * (1 + 1e-6)
+        assert norm > 0.25 or rest < 1e-2
+        s.begin()
 
 
 def test_t11_half_precision_keeps_the_bound() -> None:
@@ -135,33 +156,35 @@ def test_t14_full_rank_is_dp_sgd_on_the_whole_matrix() -> None:
     torch.testing.assert_close(space.dense(space.coordinates(released.A, released.B)), expected, rtol=1e-5, atol=1e-8)
 
 
-def test_t6_t7_noise_energy_of_the_baselines() -> None:
-    """Naive first-order energy tau² (m |B|² + n |A|²), one-sided tau² m |B|²; PRISM tau² r (m + n - r)."""
-    tau = 2.0 / L
-    for method in ("naive", "ffa", "prism"):
-        model = adapted()
-        priv = engine(model, sigma=2.0, method=method, init="spectral")
-        opt = priv.attach(torch.optim.SGD(priv.parameters(), lr=0.0))
-        priv.sigma = 2.0
-        energies = []
-        draws = 150
-        z = factors(priv)[1]
-        for _ in range(draws):
-            opt.step()
-            pair = priv.factor_pairs[1]
-            gB = torch.zeros_like(z.B) if method == "ffa" else pair.grad_B()
-            if method == "prism":
-                energies.append(float(z.tangent().coordinates(pair.grad_A(), gB).norm_sq()))
-            else:
-                energies.append(float((pair.grad_A() @ z.B.mT + z.A @ gB.mT).square().sum()))
-        (m, n), r = z.shape, z.rank
-        a, b = float(z.A.square().sum()), float(z.B.square().sum())
-        expected = {"naive": m * b + n * a, "ffa": m * b, "prism": r * (m + n - r)}[method] * tau**2
-        mean, spread = torch.tensor(energies).mean(), torch.tensor(energies).std() / math.sqrt(draws)
-        assert abs(float(mean) - expected) < 4 * float(spread), method
-    # and the imbalance (c A, B / c) makes the naive energy unbounded
-    energy = [m * b / c**2 + n * a * c**2 for c in (1, 4, 16)]
-    assert energy[2] > 10 * energy[1] > 50 * energy[0]
+@pytest.mark.parametrize("c", [1.0, 4.0])
+@pytest.mark.parametrize("method", ["naive", "ffa", "prism"])
+def test_t6_t7_noise_energy_by_method_and_gauge(method: str, c: float) -> None:
+    """With factors (c A, B / c), to first order in dZ: naive tau² (m |B|²/c² + n c² |A|²), one-sided tau² m |B|²/c²
+    (frozen is here lora_A, the B of the papers), PRISM tau² r (m + n - r) at every c; naive bilinear tau⁴ m n r."""
+    tau, draws = 2.0 / L, 200
+    priv = engine(adapted(), sigma=2.0, method=method, init="spectral")
+    pair = priv.factor_pairs[1]
+    z = factors(priv)[1]
+    z = z.regauge(c * torch.eye(z.rank, dtype=D))
+    pair.write(z)
+    opt = priv.attach(torch.optim.SGD(priv.parameters(), lr=0.0))
+    first, bilinear = [], []
+    for _ in range(draws):
+        opt.step()
+        gA, gB = pair.grad_A(), torch.zeros_like(z.B) if method == "ffa" else pair.grad_B()
+        dZ = z.tangent().dense(z.tangent().coordinates(gA, gB)) if method == "prism" else gA @ z.B.mT + z.A @ gB.mT
+        first.append(float(dZ.square().sum()))
+        bilinear.append(float((gA @ gB.mT).square().sum()))
+    (m, n), r = z.shape, z.rank
+    a, b = float(z.A.square().sum()), float(z.B.square().sum())
+
+    def agrees(seen: list[float], expected: float) -> bool:
+        x = torch.tensor(seen)
+        return abs(float(x.mean()) - expected) < 4 * float(x.std()) / math.sqrt(draws)
+
+    assert agrees(first, {"naive": m * b + n * a, "ffa": m * b, "prism": r * (m + n - r)}[method] * tau**2)
+    if method == "naive":
+        assert agrees(bilinear, tau**4 * m * n * r)
 
 
 def test_t15_spectral_start_keeps_the_function_and_exports_to_the_original_base(tmp_path) -> None:
@@ -177,7 +200,7 @@ def test_t15_spectral_start_keeps_the_function_and_exports_to_the_original_base(
             again = PeftModel.from_pretrained(
                 network(dtype), tmp_path / f"{init}-{dtype}", autocast_adapter_dtype=False
             )
-            torch.testing.assert_close(again(x.to(dtype)), model(x.to(dtype)), rtol=10 * tol, atol=2 * tol)
+            torch.testing.assert_close(again(x.to(dtype)), model(x.to(dtype)), rtol=tol, atol=tol)
             assert again.peft_config["default"].r == 6
 
 
@@ -345,6 +368,32 @@ def test_a_killed_run_resumes_bit_equal(method: str, tmp_path) -> None:
     for a, b in zip(factors(whole), factors(second), strict=True):
         assert torch.equal(a.A, b.A)
         assert torch.equal(a.B, b.B)
+
+
+def test_a_run_killed_before_its_first_checkpoint_resumes_bit_equal() -> None:
+    """The start is on disk, nothing else: the noise must not depend on who drew the start."""
+    whole = engine(adapted())
+    train(whole, whole.optimizer(0.05))
+    again = engine(adapted(), init=engine(adapted()).shift)
+    train(again, again.optimizer(0.05))
+    for a, b in zip(factors(whole), factors(again), strict=True):
+        assert torch.equal(a.A, b.A)
+        assert torch.equal(a.B, b.B)
+
+
+def test_a_step_that_fails_does_not_release_its_records_twice() -> None:
+    model = adapted()
+    priv = engine(model, sigma=0.0)
+    opt = priv.attach(torch.optim.SGD(priv.parameters(), lr=0.0))
+    handle = opt.register_step_pre_hook(lambda *_: 1 / 0)  # runs after the engine's
+    priv.backward(losses_of(model, *(t[:5] for t in data())))
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    handle.remove()
+    assert all(bool(p.grad.abs().max() > 0) for p in priv.parameters())
+    opt.step()
+    assert all(bool((p.grad == 0).all()) for p in priv.parameters())
+    assert priv.steps_done == 2  # both are paid for
 
 
 def test_a_state_of_another_budget_is_refused() -> None:
@@ -519,7 +568,7 @@ def test_a_closure_or_an_edit_during_a_step_is_refused() -> None:
 
 
 def test_default_lora_start_is_refused_by_name() -> None:
-    with pytest.raises(PrivacyError, match='init="spectral"'):
+    with pytest.raises(ValueError, match=r'^0: .*init="spectral"'):
         engine(adapted(), init="keep")
 
 
@@ -563,10 +612,29 @@ def test_models_that_cannot_be_trained_privately_are_refused() -> None:
         engine(model)
     engine(model, public_data=True)
     model = adapted()
+    mark_data_start(factor_pairs(model)[1], "secret rows")
+    with pytest.raises(PrivacyError, match="2 starts from secret rows, without noise"):
+        engine(model)
+    engine(model, public_data=True)
+    model = adapted()
     pairs = factor_pairs(model)
     pairs[1].layer.lora_A["default"] = pairs[0].layer.lora_A["default"]
     with pytest.raises(PrivacyError, match="share a LoRA factor"):
         engine(model)
+
+
+def test_a_saved_start_from_private_data_is_refused(tmp_path) -> None:
+    source = adapted()
+    pairs = factor_pairs(source)
+    mark_data_start(pairs[0], "secret rows")
+    shift_base(source, pairs).save(tmp_path / "start.safetensors")
+    start = BaseShift.load(tmp_path / "start.safetensors")
+    with pytest.raises(PrivacyError, match="a start that was computed from private data"):
+        engine(adapted(), init=start)
+    model = adapted()
+    start.apply(model)  # by hand, behind the engine's back
+    with pytest.raises(PrivacyError, match="a saved start that was computed from private data"):
+        engine(model, init="balanced_random")
 
 
 def test_a_refused_run_leaves_the_model_as_it_was() -> None:
@@ -591,10 +659,13 @@ def test_batch_normalisation_in_training_mode_is_refused() -> None:
     priv = engine(model)
     x, y = (t[:4] for t in data())
     model.train()
-    with pytest.raises(PrivacyError, match="batch normalisation in training mode"):
+    with pytest.raises(PrivacyError, match="own statistics mixes examples"):
         priv.backward(losses_of(model, x, y))
     model.eval()
     priv.backward(losses_of(model, x, y))
+    net[1].running_mean = net[1].running_var = None  # in evaluation mode too it now looks at the batch
+    with pytest.raises(PrivacyError, match="own statistics mixes examples"):
+        priv.backward(losses_of(model, x, y))
 
 
 def test_only_the_named_adapter_is_trained() -> None:

@@ -14,11 +14,12 @@ from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 
 from subspan.errors import NonFinite
-from subspan.linalg import SVD, LowRank, random_orthonormal
+from subspan.linalg import SVD, LowRank, random_orthonormal, spectral_function
 from subspan.privacy import Prism, balanced_random_init, spectral_init
 from subspan.privacy.prism import (
     Moments,
     Rule,
+    adaptive_direction,
     adaptive_side,
     eigenvalue_floor,
     horizontalise,
@@ -69,16 +70,17 @@ def test_t13_floor_bounds_the_direction(
     gram = z.B.mT @ z.B
     rule = Rule((0.9, 0.999), 0.0, 1e4, tau, precond, "scalar", f, False, "none", delayed)
     zero = Moments(torch.zeros_like(d), torch.zeros(r, r, dtype=D))
-    # one step: the first moment, bias-corrected, is the gradient itself
-    u, moments = adaptive_side(d, zero, torch.ones((), dtype=D), gram, 1.0, rule)
-    bound = torch.linalg.norm(d) / (math.sqrt(f) * tau)
-    if precond == "rank_space":
-        assert float(torch.linalg.norm(u)) <= float(bound) * (1 + 1e-6)
-        if small:
-            torch.testing.assert_close(u, d / (math.sqrt(f) * tau), rtol=1e-6, atol=0)
-    elif small:
-        torch.testing.assert_close(u, d / (math.sqrt(f) * tau), rtol=1e-6, atol=0)
-    assert float(torch.linalg.norm(moments.first)) > 0
+    moments = zero
+    whiten = spectral_function(gram, torch.sqrt) if precond == "whitened" else torch.eye(r, dtype=D)
+    for t in range(1, 4):
+        u, moments = adaptive_side(d / t, moments, torch.tensor(float(t), dtype=D), gram, 1.0, rule)
+        mhat = moments.first / (1 - 0.9**t)
+        size = torch.linalg.norm(u @ whiten)
+        assert float(size) <= float(torch.linalg.norm(mhat)) / (math.sqrt(f) * tau) * (1 + 1e-6)
+        if small:  # every eigenvalue lies below the floor
+            torch.testing.assert_close(u @ whiten, mhat / (math.sqrt(f) * tau), rtol=1e-6, atol=0)
+    expected = sum(0.1 * 0.9 ** (3 - t) * d / t for t in (1, 2, 3)) @ whiten
+    torch.testing.assert_close(moments.first, expected, rtol=1e-9, atol=0)
 
 
 def test_t13_floors_vanish_with_the_noise() -> None:
@@ -156,6 +158,80 @@ def test_whitened_rule_commutes_with_every_gauge_at_the_first_step() -> None:
             out.append(adaptive_side(d, zero, t, gram, 1.0, rule)[0])
         dZ.append(out[0] @ x.B.mT + x.A @ out[1].mT)
     torch.testing.assert_close(dZ[0], dZ[1], rtol=1e-8, atol=1e-9)
+
+
+def reference(A: Tensor, B: Tensor, gradients: list[Tensor], lr: float, tau: float) -> list[Tensor]:
+    """Section 3.3 and 3.4 with the released constants, by inverses, Kronecker solves and dense matrices."""
+    (m, r), n = A.shape, len(B)
+    u, s, vh = torch.linalg.svd(A @ B.mT, full_matrices=False)
+    A, B = u[:, :r] * s[:r].sqrt(), vh[:r].mT * s[:r].sqrt()
+    mA, mB, vA, vB = torch.zeros_like(A), torch.zeros_like(B), torch.zeros(r, r, dtype=D), torch.zeros(r, r, dtype=D)
+    eye, seen = torch.eye(r, dtype=D), []
+
+    def least(dA: Tensor, dB: Tensor) -> tuple[Tensor, Tensor]:
+        sylvester = torch.kron(A.mT @ A, eye) + torch.kron(eye, B.mT @ B)
+        om = torch.linalg.solve(sylvester, (dB.mT @ B - A.mT @ dA).flatten()).view(r, r)
+        return dA + A @ om, dB - B @ om.mT
+
+    def root(v: Tensor) -> Tensor:
+        w, e = torch.linalg.eigh(v)
+        w = (w.clamp(min=0) + 1e-8).clamp(min=0.5 * tau**2)
+        return (e / w.clamp(min=float(w.max()) / 1e4).sqrt()) @ e.mT
+
+    for t, G in enumerate(gradients, 1):
+        M, N = A.mT @ A, B.mT @ B
+        dA, dB = G @ B @ N.inverse(), G.mT @ A @ M.inverse()
+        dA, dB = dA - A @ M.inverse() @ A.mT @ dA / 2, dB - B @ N.inverse() @ B.mT @ dB / 2
+        dA, dB = least(dA, dB)
+        mA, mB = 0.9 * mA + 0.1 * dA, 0.9 * mB + 0.1 * dB
+        vA, vB = 0.999 * vA + 0.001 * dA.mT @ dA / m, 0.999 * vB + 0.001 * dB.mT @ dB / n
+        c1, c2 = 1 - 0.9**t, 1 - 0.999**t
+        uA, uB = least(mA / c1 @ root(vA / c2), mB / c1 @ root(vB / c2))
+        u, s, vh = torch.linalg.svd(A @ B.mT - lr * (uA @ B.mT + A @ uB.mT), full_matrices=False)
+        newA, newB = u[:, :r] * s[:r].sqrt(), vh[:r].mT * s[:r].sqrt()
+        p, _, qh = torch.linalg.svd(newA.mT @ A + newB.mT @ B)
+        A, B = newA @ p @ qh, newB @ p @ qh
+        seen.append(A @ B.mT)
+    return seen
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.05, 3.0])
+def test_several_steps_are_those_of_a_plain_reference(tau: float) -> None:
+    _, pairs = start()
+    pair = pairs[0]
+    m, n, _ = pair.shape
+    g = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(m, n, generator=g, dtype=D) for _ in range(5)]
+    expected = reference(pair.A.clone(), pair.B.clone(), gradients, 0.05, tau)
+    opt = Prism([pair], 0.05, noise_std=tau)
+    for G, z in zip(gradients, expected, strict=True):
+        pair.param_A.grad, pair.param_B.grad = G @ pair.B, (G.mT @ pair.A).mT.contiguous()
+        opt.step()
+        torch.testing.assert_close(pair.low_rank(D).dense(), z, rtol=1e-8, atol=1e-8)
+
+
+def test_the_defaults_are_those_of_the_released_runs() -> None:
+    released = {
+        "betas": (0.9, 0.999), "eps": 1e-8, "adaptive": True, "precond": "rank_space", "floor": "scalar",
+        "floor_factor": 0.5, "debias": False, "cond_max": 1e4, "horizontal": "both", "delayed": False,
+        "weight_decay": 0.0, "trust_ratio": False, "update_cap": None,
+    }  # fmt: skip
+    defaults = Prism(start()[1]).defaults
+    assert {key: defaults[key] for key in released} == released
+
+
+def test_the_geometry_floor_has_its_share_on_each_side() -> None:
+    """A: (m - r) / m of the mean inverse eigenvalue, B: all of it; with tiny gradients the floors alone remain."""
+    z, g = random_z((2, 5, 3, 1), balanced=True)
+    (m, _), r, tau = z.shape, z.rank, 0.7
+    rule = Rule((0.9, 0.999), 0.0, 1e4, tau, "rank_space", "geometry", 0.5, False, "none", False)
+    dA, dB = (1e-9 * torch.randn(f.shape, generator=g, dtype=D) for f in (z.A, z.B))
+    zero = [Moments(torch.zeros_like(d), torch.zeros(r, r, dtype=D)) for d in (dA, dB)]
+    uA, uB, *_ = adaptive_direction(z, dA, dB, *zero, torch.ones((), dtype=D), rule)
+    mean = float(torch.linalg.inv(z.A.mT @ z.A).trace()) / r
+    for u, d, share in ((uA, dA, (m - r) / m), (uB, dB, 1.0)):
+        torch.testing.assert_close(u, d / math.sqrt(0.5 * tau**2 * max(1.0, share * mean)), rtol=1e-6, atol=0)
+    assert mean * (m - r) / m > 1  # or the share could not be seen
 
 
 # ----------------------------------------------------------------------------------------------- without an engine
@@ -365,6 +441,13 @@ def test_a_missing_or_bad_gradient_is_never_silent() -> None:
         pair.param_A.grad = pair.param_B.grad = None
     opt.step()
     assert all(torch.equal(p.A, b) for p, b in zip(pairs[1:], before[1:], strict=True))
+
+
+def test_pefts_zero_start_is_refused_by_name() -> None:
+    model = adapted()
+    losses_of(model, *data()).mean().backward()
+    with pytest.raises(ValueError, match=r"^0: .*peft's default start has B = 0.*spectral_init"):
+        Prism(factor_pairs(model), 0.05).step()
 
 
 def test_bad_arguments_are_refused() -> None:

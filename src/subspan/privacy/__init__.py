@@ -2,7 +2,8 @@
 
 from subspan.privacy.accounting import NoiseMultiplier, noise_multiplier
 from subspan.privacy.baselines import Lamb, LoraRite, lora_plus_groups
-from subspan.privacy.engine import PrismConfig, PrismPrivacy
+from subspan.privacy.config import PrismConfig
+from subspan.privacy.engine import PrismPrivacy
 from subspan.privacy.prism import Prism
 from subspan.privacy.sampling import PoissonBatchSampler, empty_safe, micro_batches
 from subspan.privacy.starts import balanced_random_init, spectral_init

@@ -49,8 +49,8 @@ def noise_multiplier(
 ) -> NoiseMultiplier:
     """The smallest sigma (to 0.01 in epsilon) whose ``steps`` releases at ``sample_rate`` cost at most the target.
 
-    "prv" (numerical composition, tight) falls back to "rdp" (looser, robust) with a warning where it fails
-    numerically; the result says which one holds.
+    "prv" (numerical composition, tight) falls back to "rdp" (looser, robust) with a warning where it fails; the result
+    says which one holds.
 
     Raises:
         ValueError: an argument is out of range.
@@ -74,30 +74,26 @@ def noise_multiplier(
                 accountant=mechanism,
             )
 
-    try:
-        sigma = search(accountant)
-        if math.isfinite(sigma):
-            return NoiseMultiplier(sigma, accountant)
-        problem = f"sigma = {sigma}"
-    except Exception as error:  # numerical failures come as ValueError, RuntimeError, OverflowError or MemoryError
-        problem = f"{type(error).__name__}: {error}"
-    if accountant == "prv":
+    problems: list[str] = []
+    cause: Exception | None = None
+    for mechanism in dict.fromkeys((accountant, "rdp")):
         try:
-            sigma = search("rdp")
-        except ValueError as error:
-            raise _unreachable(target_epsilon, target_delta, sample_rate, steps) from error
-        warnings.warn(
-            f"the PRV accountant failed ({problem}); sigma comes from the looser RDP accountant", stacklevel=2
-        )
-        return NoiseMultiplier(sigma, "rdp")
-    raise _unreachable(target_epsilon, target_delta, sample_rate, steps)
-
-
-def _unreachable(epsilon: float, delta: float, sample_rate: float, steps: int) -> PrivacyError:
-    return PrivacyError(
-        f"epsilon={epsilon:g} at delta={delta:g} is not reachable in {steps} steps at sampling rate {sample_rate:.3g}, "
-        "whatever the noise: take fewer steps, a smaller batch, or a larger epsilon or delta"
-    )
+            sigma = search(mechanism)
+            if not math.isfinite(sigma):
+                raise OverflowError(f"sigma = {sigma}")
+        except Exception as error:  # numerical failures come as ValueError, RuntimeError, OverflowError or MemoryError
+            problems.append(f"{mechanism}: {str(error) or type(error).__name__}")
+            cause = error
+            continue
+        if problems:
+            warnings.warn(
+                f"the PRV accountant failed ({problems[0]}); sigma comes from the looser RDP accountant", stacklevel=2
+            )
+        return NoiseMultiplier(sigma, mechanism)
+    raise PrivacyError(
+        f"epsilon={target_epsilon:g} at delta={target_delta:g} is not reachable in {steps} steps at sampling rate "
+        f"{sample_rate:.3g} ({'; '.join(problems)}): take fewer steps, a smaller batch, or a larger epsilon or delta"
+    ) from cause
 
 
 def _check_budget(epsilon: float, delta: float) -> None:

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,69 +13,20 @@ from torch.utils.data import DataLoader
 
 from subspan.errors import NonFinite, PrivacyError
 from subspan.privacy.accounting import Mechanism, make_accountant, noise_multiplier, spent
+from subspan.privacy.config import Method, PrismConfig
 from subspan.privacy.prism import Prism
 from subspan.privacy.sampling import Collate, PoissonBatchSampler, empty_safe, entropy_generator, micro_batches
 from subspan.privacy.starts import balanced_random_init, spectral_init
 from subspan.privacy.sums import GradientSum, LayerSum, TangentSum, factor_sums
 from subspan.surgery import BaseShift, FactorPair, export_plain_lora, factor_pairs, shift_base
+from subspan.surgery.factors import data_start
 from subspan.surgery.layers import is_matrix_layer, owned_parameters
-from subspan.surgery.per_example import ExampleRecorder, LayerGradient, batch_statistics_layers
-
-Method = Literal["prism", "naive", "ffa"]
+from subspan.surgery.per_example import ExampleRecorder, LayerGradient, batch_statistics_layers, mixes_examples
 
 # Norms and sums are rounded separately in float32; this much is given away so that the bound C holds for the sum.
 _SLACK = 1e-6
 # peft starts that look at training data (EVA, CorDA, LoRA-GA): without noise they leak it.
 _DATA_STARTS = ("eva", "corda", "lora_ga")
-
-
-@dataclass(frozen=True)
-class PrismConfig:
-    """What is promised and how.
-
-    Args:
-        target_epsilon: the budget that the planned steps spend; sigma follows from it.
-        target_delta: delta of the guarantee.
-        noise_multiplier: sigma itself, instead of ``target_epsilon``; 0 trains without privacy.
-        max_grad_norm: C, the bound of each example's gradient norm over all modules together.
-        method: "prism" clips and noises in the tangent space; "naive" on both factors; "ffa" trains lora_B alone.
-        init: start of the factors: "spectral" (default of prism), "balanced_random", "keep" (default of the others), or
-            the ``BaseShift`` of a run to resume.
-        accountant: "prv" or "rdp" (Opacus).
-        max_physical_batch: most examples per forward pass of ``micro_batches``; memory only.
-        public_data: allow a peft start that looked at data, because that data is public.
-        allow_unused: modules that a forward pass skips count as zero gradient instead of an error.
-        diagnostics: keep clip fractions, norms and signal-to-noise ratios in ``PrismPrivacy.diagnostics``. They are
-            NOT private.
-    """
-
-    target_epsilon: float | None = None
-    target_delta: float = 1e-5
-    noise_multiplier: float | None = None
-    max_grad_norm: float = 1.0
-    method: Method = "prism"
-    init: Literal["spectral", "balanced_random", "keep"] | BaseShift | None = None
-    accountant: Mechanism = "prv"
-    max_physical_batch: int | None = None
-    public_data: bool = False
-    allow_unused: bool = False
-    diagnostics: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give either target_epsilon or noise_multiplier")
-        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier must be finite and not negative, got {self.noise_multiplier}")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
-        if self.noise_multiplier != 0 and not math.isfinite(self.max_grad_norm):
-            raise ValueError("max_grad_norm must be finite under noise: the noise is proportional to it")
-        if self.max_physical_batch is not None and self.max_physical_batch < 1:
-            raise ValueError(f"max_physical_batch must be at least 1, got {self.max_physical_batch}")
-        if self.method not in ("prism", "naive", "ffa"):
-            raise ValueError(f"method must be prism, naive or ffa, got {self.method!r}")
-        if self.init not in ("spectral", "balanced_random", "keep", None) and not isinstance(self.init, BaseShift):
-            raise ValueError(f"init must be spectral, balanced_random, keep or a BaseShift, got {self.init!r}")
 
 
 class PrismPrivacy:
@@ -153,9 +103,9 @@ class PrismPrivacy:
         self.noise_std = self.sigma * cfg.max_grad_norm / self.expected_batch_size if self.sigma > 0 else 0.0
         self.factor_pairs = factor_pairs(model, adapter_name)
         _check_pairs(self.factor_pairs, cfg.method)
-        _check_start(model, adapter_name, cfg)
+        _check_start(model, self.factor_pairs, cfg)
         self.shift: BaseShift | None = None
-        self._start()
+        self._start(_child(self.generator))
         if cfg.method == "ffa":
             for pair in self.factor_pairs:
                 pair.param_B.requires_grad_(False)
@@ -178,7 +128,7 @@ class PrismPrivacy:
 
     # ---------------------------------------------------------------------------------------------------- set-up
 
-    def _start(self) -> None:
+    def _start(self, generator: torch.Generator) -> None:
         init = self.cfg.init or ("spectral" if self.cfg.method == "prism" else "keep")
         if isinstance(init, BaseShift):
             init.apply(self.model)
@@ -186,7 +136,7 @@ class PrismPrivacy:
                 pair.write(init.start[pair.name])
             self.shift = init
         elif init != "keep":
-            (spectral_init if init == "spectral" else balanced_random_init)(self.factor_pairs, generator=self.generator)
+            (spectral_init if init == "spectral" else balanced_random_init)(self.factor_pairs, generator=generator)
             self.shift = shift_base(self.model, self.factor_pairs)
 
     def _make_sums(self) -> list[GradientSum]:
@@ -307,8 +257,11 @@ class PrismPrivacy:
                 'example, so compute the loss with reduction="none"'
             )
         for name, layer in self._batch_norms.items():
-            if layer.training:
-                raise PrivacyError(f"{name}: batch normalisation in training mode mixes examples; put it in eval mode")
+            if mixes_examples(layer):
+                raise PrivacyError(
+                    f"{name}: batch normalisation by the batch's own statistics mixes examples; put it in eval mode, "
+                    "with running statistics"
+                )
         if len(losses) == 0:
             return
         if not bool(torch.isfinite(losses.detach()).all()):
@@ -316,10 +269,11 @@ class PrismPrivacy:
             raise NonFinite(
                 f"the loss of example {bad} of this batch is {float(losses.detach()[bad])}; nothing was added"
             )
-        self._begin()
         try:
-            self._recorder.backward(losses, self._take)
-            self._clip_and_add(len(losses))
+            with torch.autocast(losses.device.type, enabled=False):  # norms in half precision would not bound anything
+                self._begin()
+                self._recorder.backward(losses, self._take)
+                self._clip_and_add(losses.device)
         finally:
             for s in self._sums:
                 s.forget()
@@ -328,22 +282,18 @@ class PrismPrivacy:
         self._owner[layer].take(layer, gradient)
 
     @torch.no_grad()
-    def _clip_and_add(self, size: int) -> None:
-        total: Tensor | None = None
-        for s in self._sums:
-            part = s.norm_sq()
-            if part is None:
-                continue
+    def _clip_and_add(self, device: torch.device) -> None:
+        parts = [(s, part) for s in self._sums if (part := s.norm_sq()) is not None]
+        for s, part in parts:
             if not bool(torch.isfinite(part).all()):
                 raise NonFinite(f"{s.name}: a per-example gradient is NaN or infinite; nothing was added")
-            total = part if total is None else total + part.to(total)
-        if total is None:
+        if not parts:
             return
-        norms = total.sqrt()
+        norms = torch.stack([part.to(device) for _, part in parts]).sum(0).sqrt()
         # (3.2.4) alpha_i = min(1, C / s_i), and 1 where s_i = 0: the norm is global over modules
         weights = (self.cfg.max_grad_norm / (norms * (1 + _SLACK))).clamp(max=1.0)
-        for s in self._sums:
-            s.add(weights)
+        for s, part in parts:
+            s.add(weights.to(part.device))
         if self.diagnostics is not None:
             self._notes.append(norms)
 
@@ -363,6 +313,7 @@ class PrismPrivacy:
             self._diagnose()
             for s in self._sums:
                 s.release(self.noise_std, self.expected_batch_size, self.generator)
+        self._begun = False  # whatever becomes of the update, these records have been released
         self._written = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.accountant.step(noise_multiplier=self.sigma, sample_rate=self.sample_rate)
         self.steps_done += 1
@@ -387,7 +338,6 @@ class PrismPrivacy:
                     )
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begun = False
         if self._before is not None:
             rates = {id(p): float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
             moving = [n for n, p in self._parameters.items() if self.noise_std > 0 and rates[id(p)] > 0]
@@ -494,10 +444,23 @@ def _check_pairs(pairs: Sequence[FactorPair], method: Method) -> None:
             seen[id(p)] = pair.name
 
 
-def _check_start(model: nn.Module, adapter_name: str, cfg: PrismConfig) -> None:
-    start = getattr(getattr(model, "peft_config", {}).get(adapter_name), "init_lora_weights", True)
-    if isinstance(start, str) and start.lower() in _DATA_STARTS and not cfg.public_data:
+def _check_start(model: nn.Module, pairs: Sequence[FactorPair], cfg: PrismConfig) -> None:
+    """Refuse a start that was computed from private data without noise: no later noise makes up for it."""
+    if cfg.public_data:
+        return
+    start = getattr(getattr(model, "peft_config", {}).get(pairs[0].adapter), "init_lora_weights", True)
+    reasons = [f"init_lora_weights={start!r} looks at data"] if str(start).lower() in _DATA_STARTS else []
+    reasons += [f"{pair.name} starts from {why}" for pair in pairs if (why := data_start(pair)) is not None]
+    if isinstance(cfg.init, BaseShift) and not cfg.init.public:
+        reasons.append("init= is a start that was computed from private data")
+    if reasons:
         raise PrivacyError(
-            f"init_lora_weights={start!r} looks at data without noise, which breaks the guarantee; use another start, "
-            "or public_data=True if that data is public"
+            f"{reasons[0]}, without noise, which breaks the guarantee; use another start, or public_data=True if that "
+            "data is public"
         )
+
+
+def _child(generator: torch.Generator) -> torch.Generator:
+    """A generator of its own for the start, so that the noise does not depend on whether a start was drawn."""
+    seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return torch.Generator(generator.device).manual_seed(int(seed))

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from subspan.errors import NonFinite
-from subspan.linalg import SVD, LowRank, TangentSpace, orthonormalise, procrustes
+from subspan.linalg import SVD, LowRank, TangentSpace, orthonormalise, procrustes, spectral_function
+from subspan.privacy.starts import tangent_space
 from subspan.surgery import FactorPair
 
 log = logging.getLogger(__name__)
@@ -64,17 +65,18 @@ def inverse_root(
 
     Small eigenvalues are raised; large ones are never capped, because capping would amplify the noise in them.
     """
-    w, e = torch.linalg.eigh((v + v.mT) / 2)
-    w = torch.maximum(w.clamp(min=0) + eps, floor.unsqueeze(-1))
-    w = torch.maximum(w, w.amax(-1, keepdim=True) / cond_max)
-    return (e * w.rsqrt().unsqueeze(-2)) @ e.mT
+
+    def root(w: Tensor) -> Tensor:
+        w = torch.maximum(w.clamp(min=0) + eps, floor.unsqueeze(-1))
+        return torch.maximum(w, w.amax(-1, keepdim=True) / cond_max).rsqrt()
+
+    return spectral_function((v + v.mT) / 2, root)
 
 
-def _on_spectrum(gram: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """f of a Gram matrix, through its eigenvalues (kept above round-off of the largest)."""
-    s, e = torch.linalg.eigh(gram)
-    s = torch.maximum(s, torch.finfo(s.dtype).eps * s.amax(-1, keepdim=True))
-    return (e * f(s).unsqueeze(-2)) @ e.mT
+def _of_gram(gram: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """f of a Gram matrix, whose eigenvalues are kept above round-off of the largest."""
+    least = torch.finfo(gram.dtype).eps
+    return spectral_function(gram, lambda s: f(torch.maximum(s, least * s.amax(-1, keepdim=True))))
 
 
 def noise_moment(gram: Float[Tensor, "*b r r"], rows: int, *, horizontal: bool, whitened: bool) -> Tensor:
@@ -89,7 +91,7 @@ def noise_moment(gram: Float[Tensor, "*b r r"], rows: int, *, horizontal: bool, 
         shared = (s.unsqueeze(-2) / (s.unsqueeze(-1) + s.unsqueeze(-2))).square().sum(-2) if horizontal else r / 4
         return (rows - r + shared) / rows * (torch.ones_like(s) if whitened else 1 / s)
 
-    return _on_spectrum(gram, energy)
+    return _of_gram(gram, energy)
 
 
 def eigenvalue_floor(
@@ -105,7 +107,7 @@ def eigenvalue_floor(
         return torch.zeros_like(base)
     if kind == "scalar":
         return base
-    mean = _on_spectrum(gram, torch.reciprocal).diagonal(dim1=-2, dim2=-1).mean(-1)
+    mean = _of_gram(gram, torch.reciprocal).diagonal(dim1=-2, dim2=-1).mean(-1)
     return torch.maximum(base, base * share * mean)
 
 
@@ -144,7 +146,7 @@ def adaptive_side(
     whitened = rule.precond == "whitened"
     seen = gram
     if whitened:  # in d gram^{1/2} the noise is tau² I, so the scalar floor is exact
-        d = d @ _on_spectrum(gram, torch.sqrt)
+        d = d @ _of_gram(gram, torch.sqrt)
         seen = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
     rows, n = d.shape[-2], t[..., None, None]
     first = b1 * moments.first + (1 - b1) * d
@@ -160,7 +162,7 @@ def adaptive_side(
     floor = eigenvalue_floor(rule.floor, factor=rule.floor_factor, noise_std=rule.noise_std, gram=seen, share=share)
     direction = mhat @ inverse_root(vhat, eps=rule.eps, floor=floor, cond_max=rule.cond_max)
     if whitened:
-        direction = direction @ _on_spectrum(gram, torch.rsqrt)
+        direction = direction @ _of_gram(gram, torch.rsqrt)
     return direction, Moments(first, second)
 
 
@@ -352,7 +354,7 @@ class Prism(Optimizer):
         first_A, first_B, second_A, second_B, frame = (stacked([s[key] for s in states]) for key in _MOMENTS)
         t = stacked([s["step"] for s in states]).to(z.A.device) + 1
 
-        space = z.tangent()
+        space = tangent_space(z, ", ".join(pair.name for pair in pairs))
         gradient = space.coordinates(gA, gB)
         # Storage in half precision alone unbalances the factors by a few units of round-off: that is no edit.
         tolerance = max(1e-3, 8 * torch.finfo(pairs[0].param_A.dtype).eps)

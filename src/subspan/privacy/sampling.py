@@ -12,7 +12,8 @@ class PoissonBatchSampler(Sampler[list[int]]):
     """``steps`` batches of record numbers; each record is in each with probability ``sample_rate``.
 
     Every batch has its own seed, all drawn from ``generator`` at the start (from the operating system without one), so
-    batch k is the same however many were read ahead, and a run resumes with ``start=k`` and the saved seeds.
+    batch k is the same however many were read ahead, and a run resumes with ``start=k`` and the saved seeds. (Torch's
+    generator on the CPU keeps the low 32 bits of a seed.)
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def batch(self, step: int) -> list[int]:
         """Record numbers of one batch, ascending."""
-        draw = torch.rand(self.num_examples, generator=torch.Generator().manual_seed(int(self.seeds[step])))
+        # float64: with 24 bits, a small sample rate would be off by more than the accountant's precision
+        generator = torch.Generator().manual_seed(int(self.seeds[step]))
+        draw = torch.rand(self.num_examples, generator=generator, dtype=torch.float64)
         return (draw < self.sample_rate).nonzero().flatten().tolist()
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from subspan.linalg import LowRank, random_orthonormal, randomized_svd
+from subspan.linalg import LowRank, TangentSpace, random_orthonormal, randomized_svd
 from subspan.surgery import FactorPair, base_layer, weight_matrix
 
 
@@ -12,6 +12,17 @@ def _check_rank(pair: FactorPair) -> None:
     m, n, r = pair.shape
     if r > min(m, n):
         raise ValueError(f"{pair.name}: rank {r} exceeds min(m, n) = {min(m, n)}; lower r for this layer")
+
+
+def tangent_space(z: LowRank, names: str) -> TangentSpace:
+    """The tangent space at ``z``; ``ValueError`` names the modules and the remedy where it has none."""
+    try:
+        return z.tangent()
+    except ValueError as error:
+        raise ValueError(
+            f"{names}: {error}. PRISM needs both LoRA factors of full rank, and peft's default start has B = 0: use "
+            'PrismConfig(init="spectral") or init="balanced_random" (without an engine: spectral_init, then shift_base)'
+        ) from error
 
 
 def spectral_init(pairs: Iterable[FactorPair], generator: torch.Generator | None = None) -> None:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from subspan.errors import PrivacyError
-from subspan.linalg import TangentSpace, nearest_orthogonal
+from subspan.linalg import nearest_orthogonal
+from subspan.privacy.starts import tangent_space
 from subspan.surgery import FactorPair
 from subspan.surgery.per_example import (
     ExampleGradients,
@@ -124,13 +124,7 @@ class TangentSum:
         """
         dtype = torch.promote_types(self.pair.param_A.dtype, torch.float32)
         z = self.pair.low_rank(dtype)
-        try:
-            space: TangentSpace = z.tangent()
-        except ValueError as error:
-            raise PrivacyError(
-                f"{self.name}: {error}. PRISM needs both LoRA factors of full rank; peft's default start has B = 0: "
-                'start with PrismConfig(init="spectral") or init="balanced_random"'
-            ) from error
+        space = tangent_space(z, self.name)
         tolerance = max(1e-3, 8 * torch.finfo(self.pair.param_A.dtype).eps)
         if not canonical and bool(z.imbalance() <= tolerance):
             q = nearest_orthogonal(space.TA)  # TA = S^{1/2} Q

@@ -98,7 +98,7 @@ def factor_pairs(model: nn.Module, adapter_name: str = "default") -> list[Factor
 
 def mark_data_start(pair: FactorPair, why: str) -> None:
     """Record on the LoRA layer that this adapter starts from private data; the mark lives as long as the layer."""
-    _mark(pair, pair.adapter, why)
+    _mark(pair.layer, pair.adapter, why)
 
 
 def data_start(pair: FactorPair) -> str | None:
@@ -107,8 +107,9 @@ def data_start(pair: FactorPair) -> str | None:
     return marks.get(pair.adapter, marks.get(None))
 
 
-def _mark(pair: FactorPair, adapter: str | None, why: str) -> None:
-    pair.layer.subspan_start = {**getattr(pair.layer, "subspan_start", {}), adapter: why}
+def _mark(layer: Any, adapter: str | None, why: str) -> None:
+    """``adapter`` None: every adapter on this layer sees the private start, in the base weight."""
+    layer.subspan_start = {**getattr(layer, "subspan_start", {}), adapter: why}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -167,6 +168,8 @@ class BaseShift:
         modules = {n.removeprefix(_PREFIX): m for n, m in model.named_modules()}
         for name, z in self.start.items():
             _subtract(modules[name], z, self.scaling[name])
+            if not self.public:
+                _mark(modules[name], None, "a saved start that was computed from private data")
 
     def save(self, path: str | Path) -> None:
         from safetensors.torch import save_file
@@ -214,7 +217,7 @@ def shift_base(model: nn.Module, pairs: Iterable[FactorPair]) -> BaseShift:
         _subtract(base_layer(pair.layer), start[pair.name], pair.scaling)
         why = data_start(pair)
         if why is not None:
-            _mark(pair, None, why)  # every adapter on this layer now sees the private start in the base weight
+            _mark(pair.layer, None, why)
     public = all(data_start(pair) is None for pair in pairs)
     return BaseShift(start, {p.name: p.scaling for p in pairs}, fingerprint, public)
 

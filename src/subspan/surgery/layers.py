@@ -83,6 +83,13 @@ def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
     return weight.flatten(1)
 
 
+def input_patches(conv: nn.Conv2d, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b l n"]:
+    """Input patches of an ungrouped convolution, in the order of ``weight_matrix``'s columns (n = c kh kw)."""
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    padded = nn.functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+    return nn.functional.unfold(padded, conv.kernel_size, conv.dilation, 0, conv.stride).mT
+
+
 def write_weight(module: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
     """Copy an out x in matrix into the layer's weight, in the weight's own dtype; the Parameter object stays."""
     layer = base_layer(module)

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subspan.errors import TargetError
-from subspan.surgery.layers import is_matrix_layer
+from subspan.surgery.layers import input_patches, is_matrix_layer
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,21 @@ class Ghost:
     right: Float[Tensor, "b t q"]
 
     def norm_sq(self) -> Float[Tensor, " b"]:
-        # |D X|² = <D Dᵀ, X Xᵀ>: a sum of products of both signs, so it can round below zero
+        """Squared norms, rounded up: clipping by them never lets an example exceed its bound."""
         if self.left.shape[1] == 1:
             return self.left.square().sum((1, 2)) * self.right.square().sum((1, 2))
+        # |Dᵀ X|² = <D Dᵀ, X Xᵀ>: products of both signs. Where an example's tokens cancel each other, what is left may
+        # be rounding; two dot products, of p and q terms, are off by at most (p + q) eps of their vectors' lengths.
         gram = (self.left @ self.left.mT) * (self.right @ self.right.mT)
-        return gram.sum((1, 2)).clamp(min=0)
+        lengths = torch.linalg.vector_norm(self.left, dim=2) * torch.linalg.vector_norm(self.right, dim=2)
+        rounding = (self.left.shape[2] + self.right.shape[2]) * torch.finfo(gram.dtype).eps
+        return gram.sum((1, 2)).clamp(min=0) + rounding * lengths.sum(1).square()
 
     def weighted_sum(self, weights: Float[Tensor, " b"]) -> Float[Tensor, "p q"]:
         return (self.left * weights[:, None, None]).flatten(0, 1).mT @ self.right.flatten(0, 1)
 
-    def left_multiply(self, basis: Float[Tensor, "p k"]) -> "Ghost":
-        return Ghost(self.left @ basis, self.right)
+    def left_multiply(self, basis: Float[Tensor, "p k"]) -> Stacked:
+        return Stacked((self.left @ basis).mT @ self.right)
 
     def dense(self) -> Float[Tensor, "b p q"]:
         return self.left.mT @ self.right
@@ -108,8 +111,7 @@ def _tokens(x: Tensor) -> Float[Tensor, "b t c"]:
 def layer_gradient(module: nn.Module, x: Tensor, d: Tensor) -> LayerGradient:
     """D and X of a Linear, a Conv1D or an ungrouped Conv2d (unfolded) from its input and its output's gradient."""
     if isinstance(module, nn.Conv2d):
-        patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)  # pyright: ignore
-        return LayerGradient(exact(d).flatten(2).mT, exact(patches).mT)
+        return LayerGradient(exact(d).flatten(2).mT, exact(input_patches(module, x)))
     return LayerGradient(_tokens(exact(d)), _tokens(exact(x)))
 
 
@@ -120,9 +122,14 @@ def as_stored(module: nn.Module, matrix: Float[Tensor, "m n"]) -> Tensor:
     return stored.reshape(weight.shape)  # pyright: ignore
 
 
-def batch_statistics_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that in training mode mix the examples of a batch (batch normalisation)."""
+def batch_statistics_layers(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Batch normalisations: they mix the examples of a batch when ``mixes_examples``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def mixes_examples(layer: _BatchNorm) -> bool:
+    """Whether the layer now normalises by the batch's own statistics: in training mode, or for want of running ones."""
+    return layer.training or layer.running_mean is None
 
 
 def check_supported(name: str, module: nn.Module) -> None:
@@ -131,8 +138,6 @@ def check_supported(name: str, module: nn.Module) -> None:
         raise TargetError(
             f"{name}: no per-example gradients for {type(module).__name__} (only Linear, Conv1D, Conv2d); freeze it"
         )
-    if isinstance(module, nn.Conv2d) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
-        raise TargetError(f"{name}: per-example gradients of a Conv2d need zero padding, given as numbers")
 
 
 Notify = Callable[[Tensor, Tensor], None]
@@ -236,7 +241,7 @@ class ExampleRecorder:
                 f"{name}: its input has {x.shape[0]} rows but there are {self._size} losses; every example must keep "
                 "one row of the first dimension (token routing and packing mix them)"
             )
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
             self._consume(name, layer_gradient(self.layers[name], x, d))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from subspan.errors import NonFinite, TargetError
 from subspan.linalg import Covariance, DenseCovariance, SpikedCovariance, nystrom
+from subspan.surgery.layers import input_patches
 
 Reduce = Literal["expand", "sum"]
 
@@ -87,7 +88,7 @@ def _rows(module: nn.Module, t: Tensor, mask: Tensor | None, reduce: Reduce, *, 
     of its inputs.
     """
     if isinstance(module, nn.Conv2d):
-        t = t.flatten(2).mT if gradient else _patches(module, t)
+        t = t.flatten(2).mT if gradient else input_patches(module, t)
     elif mask is not None and t.ndim == 2 and t.shape[0] == mask.numel():
         t = t.view(*mask.shape, -1)  # tokens that the model flattened
     if t.ndim < 3:
@@ -99,13 +100,6 @@ def _rows(module: nn.Module, t: Tensor, mask: Tensor | None, reduce: Reduce, *, 
         return t[mask]
     total = (t * mask.unsqueeze(-1)).sum(1)
     return total if gradient else total / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def _patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """Input patches of an ungrouped convolution, B x L x (C kh kw), in the order of ``weight_matrix``'s columns."""
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    padded = nn.functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
-    return nn.functional.unfold(padded, conv.kernel_size, conv.dilation, 0, conv.stride).mT
 
 
 def _geometry(module: nn.Module) -> tuple[Any, ...]:
