@@ -58,7 +58,9 @@ def test_release_is_the_clipped_sum_of_dense_projections() -> None:
     released = silent(priv, x, y)
     for k, (space, g) in enumerate(zip(spaces, released, strict=True)):
         total = sum(a * row[k] for a, row in zip(alphas, tangents, strict=True))
-        torch.testing.assert_close(space.dense(space.coordinates(g.A, g.B)), total, rtol=1e-5, atol=1e-8)
+        # norms are taken 1e-6 too long, so that the bound survives rounding
+        limit = 2e-6 * float(total.abs().max())
+        torch.testing.assert_close(space.dense(space.coordinates(g.A, g.B)), total, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("method", ["prism", "naive", "ffa"])

@@ -62,6 +62,18 @@ def _pad(rows: Sequence[Sequence[int]], value: int, side: str) -> Int[Tensor, "b
     return out
 
 
+def by_length(batch: Batch) -> Batch:
+    """The rows of a padded batch from the shortest to the longest."""
+    order = batch["attention_mask"].sum(1).argsort(stable=True)
+    return {key: value[order] for key, value in batch.items()}
+
+
+def trimmed(batch: Batch) -> Batch:
+    """The batch without the columns that are padding in every row (what is left of a longer batch's width)."""
+    used = batch["attention_mask"].any(0)
+    return {key: value[:, used] if value.ndim == 2 else value for key, value in batch.items()}
+
+
 def _accepts(model: nn.Module, name: str) -> bool:
     inner: Any = model
     if hasattr(model, "get_base_model"):

@@ -13,6 +13,7 @@ from subspan.files import replacing, write_json
 from subspan.tune.config import Config, Privacy
 from subspan.tune.part import Part, Run
 from subspan.tune.parts.optimisers import AdamW, Muon
+from subspan.tune.tasks import by_length, trimmed
 
 if TYPE_CHECKING:
     from subspan.privacy import PoissonBatchSampler, PrismPrivacy
@@ -98,8 +99,8 @@ class PrivateSteps(Part):
 
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor:
         assert self.engine is not None
-        for part in self.engine.micro_batches(batch):
-            self.engine.backward(run.task.losses(model, part).per_row())
+        for part in self.engine.micro_batches(by_length(batch)):
+            self.engine.backward(run.task.losses(model, trimmed(part)).per_row())
         # The mean loss of private rows carries no noise, and Trainer hands what a step returns to every logger and
         # checkpoint: it stays here. A loss that is not finite has already raised in the engine.
         return torch.zeros((), device=batch["input_ids"].device)
