@@ -14,10 +14,13 @@ __all__ = [
     "claims",
     "data",
     "linalg",
+    "models",
     "optim",
     "pages",
     "privacy",
+    "structure",
     "surgery",
+    "theory",
     "tune",
 ]
 

@@ -21,6 +21,8 @@ def test_examples_are_valid_and_differ_in_privacy():
     assert (reviews.init, reviews.optimizer, reviews.privacy) == ("fisher", "muon", None)
     assert private.privacy is not None
     assert (private.privacy.epsilon, private.privacy.delta, private.privacy.method) == (8.0, 1e-5, "prism")
+    large = load("examples/math_gemma_private.yaml")
+    assert (large.adapter.r, large.batch_size, large.max_steps, large.lr) == (16, 64, 300, 3e-4)
 
 
 @pytest.mark.parametrize(

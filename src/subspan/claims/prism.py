@@ -31,7 +31,7 @@ DELTA, RATE, STEPS, RANK = 1e-3, 0.25, 100, 4
 LRS = (0.003, 0.01, 0.03, 0.05, 0.1, 0.3)
 SGD_LRS = (0.1, 0.3, 1.0, 3.0)
 EPSILONS = (1.0, 3.0, 8.0)
-GAUGES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
+GAUGES = (1 / 16, 1 / 4, 1.0, 3.0, 4.0, 16.0)  # 3 is no power of two: there rounding differs
 
 
 def _adamw(priv: PrismPrivacy, lr: float) -> Optimizer:

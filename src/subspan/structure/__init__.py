@@ -1,0 +1,1 @@
+"""What is hidden in my data?"""

@@ -1,0 +1,1 @@
+"""What does theory predict for this network?"""
