@@ -1,0 +1,39 @@
+"""Turing machines compiled into softmax transformers (Broesamle and Eckstein, ICML 2026, arXiv 2605.18079)."""
+
+from subspan.theory.turing.machine import Configuration, MachineRun, MissingTransition, Step, TuringMachine
+from subspan.theory.turing.machines import binary_addition, binary_counter, random_machine, rewriter, scanner
+from subspan.theory.turing.model import CompiledTransformer, VocabularyTooLarge, compile_machine, load_compiled
+from subspan.theory.turing.numerics import TieLimit, paper_scale, required_scale, tie_limit
+from subspan.theory.turing.runs import Mistake, Run, Verification, WrongToken
+from subspan.theory.turing.tokens import ContextTooLong, Segment, Token, UnprintableOutput, needed_bits, segments
+
+__all__ = [
+    "CompiledTransformer",
+    "Configuration",
+    "ContextTooLong",
+    "MachineRun",
+    "MissingTransition",
+    "Mistake",
+    "Run",
+    "Segment",
+    "Step",
+    "TieLimit",
+    "Token",
+    "TuringMachine",
+    "UnprintableOutput",
+    "Verification",
+    "VocabularyTooLarge",
+    "WrongToken",
+    "binary_addition",
+    "binary_counter",
+    "compile_machine",
+    "load_compiled",
+    "needed_bits",
+    "paper_scale",
+    "random_machine",
+    "required_scale",
+    "rewriter",
+    "scanner",
+    "segments",
+    "tie_limit",
+]
