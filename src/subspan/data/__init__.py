@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subspan.data.assets import ASSETS, Asset, ModelSource, asset_path, find_asset, installed, model_source
+    from subspan.data.expression import Expression, golub, leukemia_all
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
+    from subspan.data.tables import NumberTable, read_numbers
     from subspan.data.text import Labels, Splits, limit_words, load_reviews, load_text, pick_columns, split_data
 
 _HOMES = {
     "assets": ("ASSETS", "Asset", "ModelSource", "asset_path", "find_asset", "installed", "model_source"),
+    "expression": ("Expression", "golub", "leukemia_all"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
+    "tables": ("NumberTable", "read_numbers"),
     "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -24,16 +28,20 @@ __all__ = [
     "ASSETS",
     "Asset",
     "DomainShift",
+    "Expression",
     "Images",
     "Labels",
     "MisalignedMap",
     "ModelSource",
+    "NumberTable",
     "Splits",
     "asset_path",
     "digits",
     "digits_domain_shift",
     "find_asset",
+    "golub",
     "installed",
+    "leukemia_all",
     "limit_words",
     "load_reviews",
     "load_text",
@@ -41,6 +49,7 @@ __all__ = [
     "mnist5k",
     "model_source",
     "pick_columns",
+    "read_numbers",
     "split_data",
 ]
 

@@ -1,0 +1,95 @@
+"""Tables of numbers from csv, tsv or parquet files."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from subspan.data.text import _read_delimited
+from subspan.errors import DataError, MissingExtra
+
+
+class NumberTable(NamedTuple):
+    """Numbers (n rows, p columns), the columns' names, and each row's label where a label column was named."""
+
+    values: Float64[np.ndarray, "n p"]
+    names: list[str]
+    labels: list[str] | None
+
+
+def read_numbers(path: str | os.PathLike[str], *, label: str | None = None, drop: Sequence[str] = ()) -> NumberTable:
+    """Read a table whose columns are numbers, except ``label`` and those to ``drop``.
+
+    A column without a name (the row numbers that R and pandas write) is dropped too.
+
+    Args:
+        path: a ``.csv``, ``.tsv`` (both also ``.gz`` or ``.bz2``) or ``.parquet`` file with a header.
+        label: a column of any type, returned as text.
+        drop: columns to leave out.
+
+    Raises:
+        DataError: the file is missing, empty or malformed, a column does not exist, or a cell (it is named) no number.
+        MissingExtra: a parquet file, and pyarrow is not installed.
+    """
+    path = Path(path).expanduser()
+    columns = _columns(path)
+    for name in [*drop, *([label] if label is not None else [])]:
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(list(columns)[:8])}"
+            raise DataError(f"{path} has no column {name!r}; {hint}")
+    names = [name for name in columns if name not in (label, "", *drop)]
+    if not names or not len(columns[names[0]]):
+        raise DataError(f"{path} holds no numbers")
+    values = np.column_stack([_numbers(columns[name], f"{path}, column {name!r}") for name in names])
+    if label is None:
+        return NumberTable(values, names, None)
+    labels = [str(value) if value is not None else "" for value in columns[label]]
+    if "" in labels:
+        raise DataError(f"{path}, column {label!r}: row {labels.index('') + 1} is empty")
+    return NumberTable(values, names, labels)
+
+
+def _columns(path: Path) -> dict[str, Sequence[Any]]:
+    """The file's columns by name."""
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise MissingExtra("parquet files need the package pyarrow: pip install pyarrow") from error
+        try:
+            table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path} is not a parquet file: {error}") from error
+        return {name: table[name].to_pylist() for name in table.column_names}
+    delimiters = {".csv": ",", ".tsv": "\t"}
+    suffix = Path(name.removesuffix(".gz").removesuffix(".bz2")).suffix
+    if suffix not in delimiters:
+        raise DataError(f"{path} has no known format; the name should end in .csv, .tsv or .parquet")
+    try:
+        rows = list(_read_delimited(path, delimiters[suffix]))
+    except (UnicodeDecodeError, OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
+
+
+def _numbers(cells: Sequence[Any], place: str) -> Float64[np.ndarray, " n"]:
+    try:
+        return np.array(cells, dtype=np.float64)
+    except (TypeError, ValueError):
+        pass
+    for row, cell in enumerate(cells, 1):
+        try:
+            float(cell)
+        except (TypeError, ValueError):
+            shown = "is empty" if cell in (None, "") else f"holds {cell!r}, which is no number"
+            raise DataError(f"{place}: row {row} {shown}; leave the column out, or name it as the label") from None
+    raise DataError(f"{place} holds no plain numbers")
