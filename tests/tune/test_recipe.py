@@ -135,6 +135,36 @@ def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path, mon
         torch.testing.assert_close(value, b[key], rtol=1e-3, atol=1e-5)
 
 
+def test_two_processes_share_each_batch_and_end_where_one_does(settings, tmp_path):
+    import yaml
+
+    config = settings(max_steps=4, accumulate=2, init="pissa", output=str(tmp_path / "two"))
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(config))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "-m", "subspan", "tune", str(tmp_path / "two.yaml")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("report:") == 1
+    tune(parse(config | {"output": str(tmp_path / "one")}))
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two")
+    for key, value in one.items():
+        torch.testing.assert_close(value, two[key], rtol=1e-3, atol=1e-5)
+    files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("one", "two")]
+    assert files[0] == files[1]
+    steps = [[json.loads(line)["step"] for line in (tmp_path / n / "metrics.jsonl").open()] for n in ("one", "two")]
+    assert steps[0] == steps[1]
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused(settings, monkeypatch):
+    from accelerate import PartialState
+
+    monkeypatch.setattr(PartialState(cpu=True), "num_processes", 3)
+    with pytest.raises(ConfigError, match=r"batch_size=8 does not divide into accumulate=1 parts on each of 3"):
+        tune(parse(settings()))
+
+
 KILLS = {
     "in the first step": "trainer.TuneTrainer.compute_loss",
     "while the second checkpoint is half written": "trainer.TuneTrainer._save_rng_state",

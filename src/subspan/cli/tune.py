@@ -82,8 +82,10 @@ def tune(
         raise typer.BadParameter("name a configuration file (--schema prints what it may hold)", param_hint="CONFIG")
     # Bars that libraries draw by themselves would cut through ours; tqdm reads this when it is first imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    display = Terminal()
-    display.say(f"subspan tune {config}")
+    first = os.environ.get("RANK", "0") == "0"  # of several processes under a launcher, one speaks
+    display = Terminal() if first else None
+    if display:
+        display.say(f"subspan tune {config}")
     from subspan.tune import config as configuration
 
     overrides = list(set_ or [])
@@ -103,6 +105,8 @@ def tune(
     from subspan.tune import tune as run
 
     summary = run(resolved, fresh=fresh, display=display)
+    if not first:
+        return
     if as_json:
         print(json.dumps(summary))
         return

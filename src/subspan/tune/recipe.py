@@ -65,16 +65,27 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         SubspanError: a missing file, column or asset, a combination that cannot work, a NaN loss, a full disk; each
             with one sentence, and with what was written before left whole.
     """
-    display = display or Silent()
     _require_extra()
+    from accelerate import PartialState
+
+    processes = PartialState(cpu=_computes_on_cpu())  # one, unless a launcher started several
+    display = display if display and processes.is_main_process else Silent()
+    if config.batch_size % (config.accumulate * processes.num_processes):
+        raise ConfigError(
+            f"batch_size={config.batch_size} does not divide into accumulate={config.accumulate} parts on each of "
+            f"{processes.num_processes} processes"
+        )
     folder = RunFolder(config.output)
-    resuming = folder.claim(config, fresh)
+    with processes.main_process_first():
+        resuming = folder.claim(config, fresh and processes.is_main_process)
     done = folder.finished() if resuming else None
+    started = folder.start.exists()
+    processes.wait_for_everyone()  # before the first of them writes a start or a summary that another would see
     if done is not None:
         return done
     began = time.perf_counter()
     with _quiet():
-        summary = _train(config, folder, display)
+        summary = _train(config, folder, display, started)
     summary["seconds"] = round(time.perf_counter() - began, 1)
     private = config.privacy
     if private is not None and private.twin:
@@ -82,14 +93,18 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         twin = config.model_copy(update={"privacy": None, "output": config.output / "twin"})
         twin_summary = tune(twin, fresh=fresh, display=display)
         summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
-    from subspan.tune.report import write_report
+    if processes.is_main_process:
+        from subspan.tune.report import write_report
 
-    write_report(folder, config, summary)
-    folder.finish(summary)
+        write_report(folder, config, summary)
+        folder.finish(summary)
+    processes.wait_for_everyone()
     return summary
 
 
-def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any]:
+def _train(config: Config, folder: RunFolder, display: Display, started: bool) -> dict[str, Any]:
+    """The run itself; every process computes, the main one alone writes (a checkpoint's optimiser state apart)."""
+    from accelerate import PartialState
     from transformers import set_seed
 
     from subspan.tune.trainer import Journal, TuneTrainer, latest_checkpoint
@@ -98,9 +113,10 @@ def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any
     task, rows = load_task(config)
     display.say(f"loading {config.model}")
     set_seed(config.seed)
-    model = load_model(config, rows.labels)
+    processes = PartialState()
+    model = load_model(config, rows.labels).to(processes.device)
     parts = assemble(config)
-    run = Run(config, folder.path, task, rows.train, model, display.say, resuming=folder.start.exists())
+    run = Run(config, folder.path, task, rows.train, model, display.say, resuming=started)
     run.note("data", train=len(rows.train), validation=len(rows.validation), test=len(rows.test), labels=rows.labels)
     attach_adapter(run, parts, folder)
     model = run.model
@@ -115,13 +131,15 @@ def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any
         config.evaluate_every,
         display.progress,
         logs_loss=all(p.logs_loss for p in parts),
+        writes=processes.is_main_process,
     )
     last = latest_checkpoint(folder.path)
     if last is None:
-        folder.metrics.unlink(missing_ok=True)
         display.say(f"scoring {len(rows.test)} held-out rows before training")
         before = evaluate(rows.test)
-        write_json(folder.before, before)
+        if processes.is_main_process:
+            folder.metrics.unlink(missing_ok=True)
+            write_json(folder.before, before)
         journal.write({"step": 0, **{f"test_{k}": v for k, v in before.items()}})
     else:
         before = json.loads(folder.before.read_text(encoding="utf-8"))
@@ -140,7 +158,8 @@ def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any
     after = evaluate(rows.test)
     journal.write({"step": config.max_steps, **{f"test_{k}": v for k, v in after.items()}})
     display.say("writing the adapter and the report")
-    export_plain_lora(model, folder.adapter, run.shift)
+    if processes.is_main_process:
+        export_plain_lora(model, folder.adapter, run.shift)
     from subspan.tune.report import layer_table
 
     return {
@@ -154,6 +173,7 @@ def _train(config: Config, folder: RunFolder, display: Display) -> dict[str, Any
 
 def attach_adapter(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
     """From the bare base to the started peft model; on resume the recorded start is repeated instead of computed."""
+    from accelerate import PartialState
     from peft import LoraConfig, get_peft_model
 
     config, base = run.config, run.model
@@ -188,7 +208,7 @@ def attach_adapter(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
             pair.write(run.shift.start[pair.name])
     for part in parts:
         part.prepare_adapter(run)
-    if run.shift is not None and not run.resuming:
+    if run.shift is not None and not run.resuming and PartialState().is_main_process:
         run.shift.save(folder.start)
 
 
@@ -341,6 +361,7 @@ def training_arguments(config: Config) -> Any:
         output_dir=str(config.output / "checkpoints"),
         max_steps=config.max_steps,
         per_device_train_batch_size=config.batch_size // config.accumulate,
+        accelerator_config={"split_batches": True},  # a batch is shared out among the processes, not one to each
         gradient_accumulation_steps=config.accumulate,
         learning_rate=config.lr,
         lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
@@ -356,6 +377,7 @@ def training_arguments(config: Config) -> Any:
         run_name=config.output.name,
         seed=config.seed,
         bf16=computes_in_bfloat16(),
+        use_cpu=_computes_on_cpu(),
         remove_unused_columns=False,
         disable_tqdm=True,
         log_level="error",
@@ -363,9 +385,16 @@ def training_arguments(config: Config) -> Any:
     )
 
 
+def _computes_on_cpu() -> bool:
+    """Whether there is nothing else, or a launcher asked for it (``accelerate launch --cpu``)."""
+    from accelerate.utils import parse_flag_from_env
+
+    return not torch.accelerator.is_available() or bool(parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
 def computes_in_bfloat16() -> bool:
     """Whether products in bfloat16 are fast here; elsewhere they are emulated, many times slower than float32."""
-    if torch.cuda.is_available():
+    if not _computes_on_cpu() and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities()
     return bool(features.get("amx_bf16") or features.get("avx512_bf16"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from subspan.errors import NonFinite, SubspanError
+from subspan.errors import DataError, NonFinite, SubspanError
 from subspan.files import write_text
 from subspan.tune.part import Part, Run
 from subspan.tune.tasks import Batch
@@ -22,10 +22,15 @@ from subspan.tune.tasks import Batch
 class ShuffledBatches:
     """Row numbers of every batch of a run, in a fixed order: each pass over the data is a new seeded permutation.
 
-    Rows are sorted by length within windows of ``window`` batches, so that little of a batch is padding.
+    Rows are sorted by length within windows of ``window`` batches, so that little of a batch is padding. All batches
+    are of one size: the rows that are left at the end of a pass wait for the next.
     """
 
+    drop_last = False  # with ``batch_size``, what accelerate asks of a sampler whose batches it shares out
+
     def __init__(self, lengths: Sequence[int], batch_size: int, batches: int, seed: int, window: int = 8) -> None:
+        if batch_size > len(lengths):
+            raise DataError(f"a batch of {batch_size} rows cannot be drawn from {len(lengths)} training rows")
         self.lengths, self.batch_size, self.batches, self.seed, self.window = lengths, batch_size, batches, seed, window
 
     def __len__(self) -> int:
@@ -36,6 +41,7 @@ class ShuffledBatches:
         made = 0
         while True:
             order = torch.randperm(len(self.lengths), generator=generator).tolist()
+            order = order[: len(order) - len(order) % self.batch_size]
             for start in range(0, len(order), self.window * self.batch_size):
                 part = sorted(order[start : start + self.window * self.batch_size], key=self.lengths.__getitem__)
                 chunks = [part[i : i + self.batch_size] for i in range(0, len(part), self.batch_size)]
@@ -185,11 +191,15 @@ class Journal(TrainerCallback):
         every: int | None,
         progress: Callable[[int, int, dict[str, float]], None],
         logs_loss: bool = True,
+        writes: bool = True,
     ) -> None:
         self.path, self.evaluate, self.every, self.progress = path, evaluate, every, progress
+        self.writes = writes
         self.logged = ("loss", "learning_rate", "grad_norm") if logs_loss else ("learning_rate",)
 
     def write(self, record: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -200,19 +210,21 @@ class Journal(TrainerCallback):
 
     def rewind(self, step: int) -> None:
         """Forget what a run that resumes at ``step`` writes again: later steps, and the final score."""
+        if not self.writes:
+            return
         final = [r for r in self.read() if r["step"] > 0 and any(k.startswith("test_") for k in r)]
         kept = [r for r in self.read() if r["step"] <= step and r not in final]
         write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress(state.global_step, state.max_steps, {})
-        if self.evaluate and self.every and state.global_step % self.every == 0 and state.is_world_process_zero:
+        if self.evaluate and self.every and state.global_step % self.every == 0:
             scores = self.evaluate()
             self.write({"step": state.global_step, **{f"validation_{k}": v for k, v in scores.items()}})
             self.progress(state.global_step, state.max_steps, {f"validation {k}": v for k, v in scores.items()})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
+        if not logs or "loss" not in logs:
             return
         kept = {k: logs[k] for k in self.logged if k in logs}
         self.write({"step": state.global_step, **kept})
