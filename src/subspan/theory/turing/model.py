@@ -123,15 +123,16 @@ class CompiledTransformer(nn.Module):
                 )
             scale = needed
         check_scale(scale, needed)
-        return self._with(Arithmetic("softmax", float(scale), dtype, weight_dtype, denoise, tie_guard=tie_guard))
+        return self.arranged(Arithmetic("softmax", float(scale), dtype, weight_dtype, denoise, tie_guard=tie_guard))
 
     def sparse1(self, choice: Choice = "last") -> "CompiledTransformer":
         """The form whose rows each attend to one maximiser: weights of exactly 1, no limit on ties."""
         if choice not in ("first", "last", "random"):
             raise ValueError(f"choice must be 'first', 'last' or 'random', got {choice!r}")
-        return self._with(Arithmetic("sparse1", choice=choice))
+        return self.arranged(Arithmetic("sparse1", choice=choice))
 
-    def _with(self, how: Arithmetic) -> "CompiledTransformer":
+    def arranged(self, how: Arithmetic) -> "CompiledTransformer":
+        """The same weights under another arithmetic, as it is given."""
         twin = copy.copy(self)
         twin.how = how
         return twin
@@ -354,7 +355,7 @@ def load_compiled(folder: str | os.PathLike[str]) -> CompiledTransformer:
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     how = Arithmetic(**header["arithmetic"])
     formats = {key: FORMATS.get(getattr(how, key)) for key in ("dtype", "weight_dtype")}
-    return model._with(replace(how, **formats))
+    return model.arranged(replace(how, **formats))
 
 
 def compile_machine(
