@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from subspan.pages import Curve, bars, curves, heat_map, spectra
+from subspan.pages import Curve, bars, curves, heat_map, network, spectra
 from subspan.pages.plots import PALETTE
 
 DRAWINGS = {
@@ -24,6 +24,9 @@ DRAWINGS = {
     "spectra": lambda: spectra({"W": [4.0, 2.0, 0.0]}),
     "heat_map": lambda: heat_map(
         [[1.0, 2.0], [3.0, np.nan]], row_labels=["x", "y"], column_labels=["p", "q"], label="rank"
+    ),
+    "network": lambda: network(
+        [("a", "<b>", 0.5), ("a", "c", -1.0), ("d", "c", 0.2), ("a", "d", 0.1)], hubs=["a", "d"]
     ),
 }
 
@@ -48,6 +51,13 @@ def test_text_stays_text_and_is_escaped():
     assert "&lt;b&gt;muon&lt;/b&gt; &amp; co" in svg
     assert ">step<" in svg
     assert "<b>" not in svg
+
+
+def test_a_network_names_every_variable_once_and_dashes_what_is_negative():
+    svg = DRAWINGS["network"]()
+    assert [svg.count(f">{name}<") for name in ("a", "&lt;b&gt;", "c", "d")] == [1] * 4
+    assert svg.count("stroke-dasharray") == 1
+    assert network([], hubs=["alone"]).count(">alone<") == 1
 
 
 def test_dollar_signs_in_names_are_text_not_mathematics():
@@ -103,6 +113,8 @@ def test_more_series_than_colours_still_differ():
         (lambda: curves({"a": Curve([1, 2], [1])}, xlabel="x", ylabel="y"), "'a' has 2 x values but 1 y"),
         (lambda: bars({"a": [float("nan")]}, ylabel="y"), "'a' has no finite value"),
         (lambda: heat_map([[1.0]], row_labels=["a", "b"], column_labels=["c"], label="l"), r"\(1, 1\) has no 2 row"),
+        (lambda: network([], hubs=[]), "no hubs"),
+        (lambda: network([("a", "b", 1.0)], hubs=["c"]), "edge a - b has no hub"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(draw, message):

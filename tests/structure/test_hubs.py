@@ -305,6 +305,17 @@ def test_many_populations_in_few_variables(K, p, s):
     assert found.gap <= 1e-5 * (1 + found.primal)
 
 
+def test_shrunk_matrices_with_large_tied_eigenspaces_are_solved():
+    """As shrinkage leaves them when n < p: low rank plus a different multiple of I each."""
+    rng = np.random.default_rng(0)
+    roots = [rng.normal(size=(40, 8)), rng.normal(size=(40, 5))]
+    S = torch.from_numpy(np.array([x @ x.T / 8 + c * np.eye(40) for x, c in zip(roots, (0.3, 0.5), strict=True)]))
+    found = joint_subspace(S, 6)
+    assert found.gap <= 1e-5 * (1 + found.primal)
+    assert found.primal == pytest.approx(3.0, rel=1e-4)  # six directions from the 35 where the second is 0.5
+    assert found.weights[1] > 0.99
+
+
 def test_the_solver_needs_few_eigendecompositions():
     assert joint_subspace(matrices(0, 3, 60), 7).eigh_calls <= 12
 

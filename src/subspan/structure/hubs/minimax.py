@@ -120,9 +120,9 @@ def _point(S: Tensor, w: np.ndarray, eigh: Eigh, s: int, mu: float) -> _Point:
 def _hessian(point: _Point) -> np.ndarray:
     """Second derivatives of the smoothed dual in w: <S_k, dM/dw_l>, by the derivative of a spectral function.
 
-    (3) With D_k = Uᵀ S_k U: sum over i, j of D_k,ij G_ij D_l,ij, where G_ij is the difference quotient of the shares
-    over the eigenvalues (-1/mu between two fractional ones), and + |F|/mu m_k m_l, where m_k is the mean of D_k,ii over
-    the fractional set F: tau moves so that the trace stays s.
+    (3) With D_k = Uᵀ S_k U: sum over i, j of D_k,ij G_ij D_l,ij, where G_ij <= 0 is the difference quotient of the shares
+    over the eigenvalues, and -1/mu between two fractional shares. On the diagonal of the fractional set D_k,ii counts
+    from its mean there, because tau moves so that the trace stays s.
     """
     e, u = point.eigh
     a = len(point.shares)
@@ -130,16 +130,17 @@ def _hessian(point: _Point) -> np.ndarray:
     full[:a] = point.shares
     fractional = (full > 0) & (full < 1)
     d = point.images @ u  # K x a x p
+    if bool(fractional.any()):
+        diagonal = d.diagonal(dim1=1, dim2=2)[:, fractional[:a]]
+        index = fractional.nonzero()[:, 0]
+        d[:, index, index] = diagonal - diagonal.mean(1, keepdim=True)
     run = e[:a, None] - e
     # Equal eigenvalues have equal shares: no slope between them, unless both are fractional.
-    slope = torch.where(run == 0, 0.0, (point.shares[:, None] - full) / torch.where(run == 0, 1.0, run))
-    slope = torch.where(fractional[:a, None] & fractional, -1 / point.mu, slope)
-    slope[:, a:] *= 2  # (i, j) and (j, i)
-    hessian = ((d * slope).flatten(1) @ d.flatten(1).mT).cpu().numpy()
-    if bool(fractional.any()):
-        mean = d[:, :, :a].diagonal(dim1=1, dim2=2)[:, fractional[:a]].mean(1).cpu().numpy()
-        hessian += float(fractional.sum()) / point.mu * np.outer(mean, mean)
-    return hessian
+    fall = torch.where(run == 0, 0.0, (full - point.shares[:, None]) / torch.where(run == 0, 1.0, run))
+    fall = torch.where(fractional[:a, None] & fractional, 1 / point.mu, fall)
+    fall[:, a:] *= 2  # (i, j) and (j, i)
+    root = (d * fall.clamp(min=0).sqrt()).flatten(1)  # rounding may leave a slope of the wrong sign
+    return -(root @ root.mT).cpu().numpy()
 
 
 def maximise_on_simplex(gradient: np.ndarray, hessian: np.ndarray, w: np.ndarray) -> np.ndarray:
