@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from subspan import __version__
-from subspan.cli import assets, claims, tune
+from subspan.cli import assets, claims, hubs, tune
 from subspan.errors import SubspanError
 
 
@@ -42,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("tune")(tune.tune)
+app.command("hubs")(hubs.hubs)
 app.add_typer(claims.app, name="claims")
 app.command("assets")(assets.assets)
 

@@ -173,9 +173,9 @@ def heat_map(
 
 
 def network(edges: Sequence[tuple[str, str, float]], *, hubs: Sequence[str]) -> str:
-    """Hubs on an inner circle, what they are joined to on an outer one, near its hubs; edges are (name, name, strength).
+    """Hubs on an inner circle and what they are joined to on an outer one, near its hubs.
 
-    Lines are as thick as their strength is large, and dashed where it is negative.
+    Edges are (name, name, strength). Lines are as thick as their strength is large, and dashed where it is negative.
 
     Raises:
         ValueError: no hubs, or an edge without a hub.
@@ -186,10 +186,10 @@ def network(edges: Sequence[tuple[str, str, float]], *, hubs: Sequence[str]) -> 
         raise ValueError(f"the edge {loose[0][0]} - {loose[0][1]} has no hub")
     turn = {hub: 2 * np.pi * i / len(hubs) for i, hub in enumerate(hubs)}
     pull: dict[str, complex] = {}
-    for edge in edges:
-        for end, other in (edge[:2], edge[1::-1]):
+    for a, b, strength in edges:
+        for end, other in ((a, b), (b, a)):
             if end not in turn:
-                pull[end] = pull.get(end, 0) + abs(edge[2]) * np.exp(1j * turn[other])
+                pull[end] = pull.get(end, 0) + abs(strength) * np.exp(1j * turn[other])
     # in the order of where their hubs are, and evenly spread, so that no two lie on each other
     ring = sorted(pull, key=lambda name: (round(float(np.angle(pull[name])) % (2 * np.pi), 9), name))
     inner = 0.45 if len(hubs) > 1 else 0.0
@@ -206,8 +206,9 @@ def network(edges: Sequence[tuple[str, str, float]], *, hubs: Sequence[str]) -> 
             hub = name in turn
             axes.plot(at.real, at.imag, "o", color=_SERIES[0 if hub else 6], markersize=9 if hub else 4, zorder=2)
             out = at / abs(at) if abs(at) > 0 else 1j
+            # hubs are named towards the middle, where few lines run
             side = "center" if abs(out.real) < 0.2 or hub else "left" if out.real > 0 else "right"
-            where = at + (0.09j if hub else 0.05 * out)
+            where = at + (-0.12 * out if hub else 0.05 * out)
             size = 9 if hub else 7
             axes.text(where.real, where.imag, name, ha=side, va="center", fontsize=size, zorder=3)
         axes.set(aspect="equal", xlim=(-1.5, 1.5), ylim=(-1.2, 1.2))

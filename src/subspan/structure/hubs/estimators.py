@@ -27,7 +27,6 @@ from subspan.structure.hubs.samples import (
 )
 from subspan.structure.hubs.stiefel import random_starts, subgradient_descent, traces
 
-
 _CHECKS: dict[str, Any] = {"dtype": np.float64, "ensure_min_samples": 2}
 
 

@@ -120,9 +120,9 @@ def _point(S: Tensor, w: np.ndarray, eigh: Eigh, s: int, mu: float) -> _Point:
 def _hessian(point: _Point) -> np.ndarray:
     """Second derivatives of the smoothed dual in w: <S_k, dM/dw_l>, by the derivative of a spectral function.
 
-    (3) With D_k = Uᵀ S_k U: sum over i, j of D_k,ij G_ij D_l,ij, where G_ij <= 0 is the difference quotient of the shares
-    over the eigenvalues, and -1/mu between two fractional shares. On the diagonal of the fractional set D_k,ii counts
-    from its mean there, because tau moves so that the trace stays s.
+    (3) With D_k = Uᵀ S_k U: sum over i, j of D_k,ij G_ij D_l,ij, where G_ij <= 0 is the difference quotient of the
+    shares over the eigenvalues, and -1/mu between two fractional shares. On the diagonal of the fractional set D_k,ii
+    counts from its mean there, because tau moves so that the trace stays s.
     """
     e, u = point.eigh
     a = len(point.shares)
