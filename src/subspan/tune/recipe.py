@@ -355,13 +355,15 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def training_arguments(config: Config) -> Any:
+    from accelerate import PartialState
     from transformers import TrainingArguments
 
     return TrainingArguments(
         output_dir=str(config.output / "checkpoints"),
         max_steps=config.max_steps,
         per_device_train_batch_size=config.batch_size // config.accumulate,
-        accelerator_config={"split_batches": True},  # a batch is shared out among the processes, not one to each
+        # A batch is shared out among the processes, not one given to each; accelerate asks more of samplers then.
+        accelerator_config={"split_batches": PartialState().num_processes > 1},
         gradient_accumulation_steps=config.accumulate,
         learning_rate=config.lr,
         lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
