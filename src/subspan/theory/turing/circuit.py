@@ -5,7 +5,7 @@ Every gadget adds to one layer (attention first, then the MLP) and keeps the ent
 lists coordinates that must be 1, ``unless`` flags that must be 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,29 +90,23 @@ class Circuit:
 
     # ------------------------------------------------------------------------------------------------------- neurons
 
-    def neuron(
-        self,
-        layer: int,
-        inputs: Mapping[int, int],
-        bias: int,
-        outputs: Mapping[int, int],
-        when: Coords = (),
-        unless: Coords = (),
-        times: int = 1,
+    def add(
+        self, layer: int, neurons: Iterable[Neuron], when: Coords = (), unless: Coords = (), times: int = 1
     ) -> None:
-        """``times`` equal neurons; every condition that fails lowers what they see by one or more."""
-        weights = dict(inputs)
-        for c in when:
-            weights[c] = weights.get(c, 0) + 1
-        for c in unless:
-            weights[c] = weights.get(c, 0) - 1
-        self.neurons.setdefault(layer, []).extend([Neuron(weights, bias - len(when), outputs)] * times)
+        """``times`` of each neuron; every condition that fails lowers what it sees by one or more."""
+        mine = self.neurons.setdefault(layer, [])
+        for neuron in neurons:
+            weights = dict(neuron.inputs)
+            for c in when:
+                weights[c] = weights.get(c, 0) + 1
+            for c in unless:
+                weights[c] = weights.get(c, 0) - 1
+            mine += [Neuron(weights, neuron.bias - len(when), neuron.outputs)] * times
 
     def copy(self, layer: int, src: Coords, dst: Coords, when: Coords = (), unless: Coords = (), sign: int = 1) -> None:
         """dst += src under the conditions, else += 0; ``dst`` must be empty before."""
-        for s, d in zip(src, dst, strict=True):
-            for e in (1, -1):
-                self.neuron(layer, {s: e}, 0, {d: sign * e}, when, unless)
+        pairs = [(s, d, e) for s, d in zip(src, dst, strict=True) for e in (1, -1)]
+        self.add(layer, [Neuron({s: e}, 0, {d: sign * e}) for s, d, e in pairs], when, unless)
 
     def clear(self, layer: int, target: Coords, when: Coords = (), unless: Coords = ()) -> None:
         """target := 0 under the conditions."""
@@ -128,22 +122,25 @@ class Circuit:
         unless: Coords = (),
     ) -> None:
         """out += the entry of what ``keys`` hold. A key of 0 is for flags only: a -1 there would fire wrongly."""
+        neurons = []
         for pattern, values in entries.items():
             inputs = {c: 1 if value == 1 else -1 for c, value in zip(keys, pattern, strict=True)}
             outputs = {c: value for c, value in zip(out, values, strict=True) if value}
-            self.neuron(layer, inputs, 1 - sum(map(abs, pattern)), outputs, when, unless)
+            neurons.append(Neuron(inputs, 1 - sum(map(abs, pattern)), outputs))
+        self.add(layer, neurons, when, unless)
 
     def minus_power(self, layer: int, src: Coords, dst: Coords, k: int, when: Coords = (), unless: Coords = ()) -> None:
         """dst := max(0, src - 2^k); in place if ``src`` is ``dst``, else ``dst`` must be empty before."""
         if src is not dst:
             self.copy(layer, src, dst, when, unless)
+        neurons = []
         for b in range(k, len(src)):  # borrow: the lowest 1 at or above k becomes 0, the zeros below it 1
             inputs = {src[i]: -1 for i in range(k, b)} | {src[b]: 1}
-            outputs = {dst[i]: 1 for i in range(k, b)} | {dst[b]: -1}
-            self.neuron(layer, inputs, k - b, outputs, when, unless, times=2)
+            neurons.append(Neuron(inputs, k - b, {dst[i]: 1 for i in range(k, b)} | {dst[b]: -1}))
         for b in range(k):  # nothing to borrow from: the low bits become 0
             inputs = {src[i]: -1 for i in range(k, len(src))} | {src[b]: 1}
-            self.neuron(layer, inputs, k - len(src), {dst[b]: -1}, when, unless, times=2)
+            neurons.append(Neuron(inputs, k - len(src), {dst[b]: -1}))
+        self.add(layer, neurons, when, unless, times=2)
 
     def minus(self, layer: int, subtrahend: Coords, minuend: Coords, when: Coords = ()) -> None:
         """minuend -= subtrahend (not larger), in one layer per bit from ``layer`` on."""
@@ -154,11 +151,12 @@ class Circuit:
         """dst := src moved by the move code ``step`` (L = (-1, -1), S = (1, -1), R = (1, 1)); L stays at 0."""
         self.clear(layer, dst, when)
         self.copy(layer, src, dst, when)
+        neurons = []
         for sign in (1, -1):  # R: the lowest 0 becomes 1, the ones below it 0; L is the mirror image
             for b in range(len(src)):
                 inputs = dict.fromkeys(step, sign) | {src[i]: sign for i in range(b)} | {src[b]: -sign}
-                outputs = {dst[i]: -sign for i in range(b)} | {dst[b]: sign}
-                self.neuron(layer, inputs, -b - 2, outputs, when, times=2)
+                neurons.append(Neuron(inputs, -b - 2, {dst[i]: -sign for i in range(b)} | {dst[b]: sign}))
+        self.add(layer, neurons, when, times=2)
 
     # ------------------------------------------------------------------------------------------------------- matrices
 

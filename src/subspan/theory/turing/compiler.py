@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from subspan.theory.turing.circuit import Circuit, Pattern, code
+from subspan.theory.turing.circuit import Circuit, Neuron, Pattern, code
 from subspan.theory.turing.machine import TuringMachine
 from subspan.theory.turing.tokens import MOVES, Mode, Vocabulary
 
@@ -276,7 +276,8 @@ def _length_cap(c: Circuit, tapes: Sequence[int], bits: int, at: Stages) -> None
         c.table(2, [position[i + 2], end[i]], {(-1, -1): (1,), (1, 1): (1,)}, c[f"equal_{i}"])
     equal = [c[f"equal_{i}"][0] for i in range(bits - 2)]
     zeros = [*position[:2], *end[-2:]]
-    c.neuron(3, dict.fromkeys(equal, 1) | dict.fromkeys(zeros, -1), -bits - 1, {c["length_cap"][0]: 1})
+    inputs = dict.fromkeys(equal, 1) | dict.fromkeys(zeros, -1)
+    c.add(3, [Neuron(inputs, -bits - 1, {c["length_cap"][0]: 1})])
     c.broadcast(4, "length_cap", "length_cap")
     c.table(4, [*c["is_run"], *c["length_cap"], *c["halted"]], {(1, 1, 0): (1,)}, c["write_summ"])
     c.clear(at.heads_known + bits, c["write_pos"], c["write_summ"])
@@ -313,8 +314,8 @@ def _write_summary(c: Circuit, tapes: Sequence[int], at: Stages) -> None:
         c.match(L2 + 2, f"head_{k}", f"final_head_{k}", f"next_head_{k}")
     any_of = [c[f"{name}_{k}"][0] for name in ("written", "next_head") for k in tapes]
     more = c["more_tape"]
-    c.neuron(L2 + 3, dict.fromkeys(any_of, 1), 0, {more[0]: 1})  # relu(s) - relu(s - 1) = min(s, 1)
-    c.neuron(L2 + 3, dict.fromkeys(any_of, 1), -1, {more[0]: -1})
+    total = dict.fromkeys(any_of, 1)  # relu(s) - relu(s - 1) = min(s, 1)
+    c.add(L2 + 3, [Neuron(total, 0, {more[0]: 1}), Neuron(total, -1, {more[0]: -1})])
     for flag in ending:
         c.copy(L2 + 4, c["final_state"], c["write_state"], flag, unless=more)
         for k in tapes:

@@ -4,7 +4,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -353,9 +353,8 @@ def load_compiled(folder: str | os.PathLike[str]) -> CompiledTransformer:
     machine = TuringMachine.from_dict(header["machine"])
     model = CompiledTransformer(machine, header["bits"], header["mode"], header["factored_vocab"])
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
-    how = Arithmetic(**header["arithmetic"])
-    formats = {key: FORMATS.get(getattr(how, key)) for key in ("dtype", "weight_dtype")}
-    return model.arranged(replace(how, **formats))
+    how = header["arithmetic"]
+    return model.arranged(Arithmetic(**how | {key: FORMATS.get(how[key]) for key in ("dtype", "weight_dtype")}))
 
 
 def compile_machine(

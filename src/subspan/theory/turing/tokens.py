@@ -200,7 +200,7 @@ def _check_length(tokens: Sequence[Token], configuration: Configuration, bits: i
     if longest > 2**bits:
         raise ContextTooLong(
             f"a context of {longest} tokens does not fit {bits} position bits (2^{bits} = {2**bits}): "
-            f"compile with bits={even_bits(longest)} or more"
+            f"bits={even_bits(longest)} is enough"
         )
 
 
