@@ -36,6 +36,7 @@ def test_examples_are_valid_and_differ_in_privacy():
         ({"batch_size": 10, "accumulate": 3}, ["accumulate=3", "batch_size=10"]),
         ({"task": "causal-lm", "prompt": "no place"}, ["{text}"]),
         ({"max_steps": 0}, ["max_steps"]),
+        ({"task": "causal-lm", "head_lr": 0.1}, ["head_lr=0.1", "no head"]),
     ],
 )
 def test_wrong_keys_and_values_are_named(change, words):

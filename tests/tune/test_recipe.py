@@ -81,12 +81,12 @@ def loss_of(task, model, rows):
 
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
 def test_it_learns_what_a_small_model_can_learn(settings, task):
-    config = parse(settings(task, max_steps=120, lr=1e-2, evaluate_every=None, checkpoint_every=120))
+    config = parse(settings(task, max_steps=200, lr=1e-2, evaluate_every=None, checkpoint_every=200))
     watcher = Watcher()
     summary = tune(config, display=watcher)
     assert summary["after"]["accuracy"] >= 0.9
     assert summary["before"]["accuracy"] < 0.8
-    assert watcher.steps[-1][:2] == (120, 120)
+    assert watcher.steps[-1][:2] == (200, 200)
 
 
 def test_the_run_folder_holds_what_it_promises(settings, tmp_path):
@@ -113,6 +113,21 @@ def test_the_first_step_starts_from_the_base_models_own_answers(settings):
     task, rows = load_task(config)
     base = load_model(config, rows.labels)
     assert summary["before"]["loss"] == pytest.approx(loss_of(task, base, rows.test), abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"privacy": {"epsilon": 8.0, "noise_seed": 0}}])
+def test_the_head_has_a_rate_of_its_own(settings, changes, tmp_path):
+    """With a tiny rate the adapter stays where it starts, and the head moves as far as its own rate says."""
+    moved = {}
+    for head_lr in (1e-6, 1e-2):
+        config = parse(
+            settings("classification", lr=1e-6, head_lr=head_lr, output=str(tmp_path / f"{head_lr}"), **changes)
+        )
+        tune(config)
+        moved[head_lr] = adapter(config.output)
+    for key, small in moved[1e-6].items():
+        difference = float((moved[1e-2][key] - small).abs().max())
+        assert (difference > 1e-3) == ("classifier" in key), key
 
 
 def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path, monkeypatch):

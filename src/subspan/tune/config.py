@@ -109,6 +109,7 @@ class Config(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     privacy: Privacy | None = None
     lr: Positive = 2e-4
+    head_lr: Positive | None = Field(None, description="learning rate of the new classification head (default: lr)")
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps with rising rate")
     schedule: Literal["linear", "cosine", "constant"] = "linear"
@@ -134,6 +135,8 @@ class Config(Section):
     def _sensible(self) -> "Config":
         if self.task == "causal-lm" and "{text}" not in self.prompt:
             raise ValueError("prompt must contain {text}, the place where each row's text goes")
+        if self.head_lr is not None and self.task != "classification":
+            raise ValueError(f"head_lr={self.head_lr}: task {self.task} trains no head of its own")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         private = self.privacy

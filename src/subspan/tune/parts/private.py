@@ -12,7 +12,7 @@ from subspan.errors import DataError
 from subspan.files import replacing, write_json
 from subspan.tune.config import Config, Privacy
 from subspan.tune.part import Part, Run
-from subspan.tune.parts.optimisers import AdamW, Muon
+from subspan.tune.parts.optimisers import AdamW, Muon, rates
 from subspan.tune.tasks import by_length, trimmed
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class PrivateSteps(Part):
         assert self.engine is not None
         config = run.config
         if self.privacy.method == "prism":
-            run.note("optimiser", name="Prism", lr=config.lr)
-            return self.engine.optimizer(config.lr, weight_decay=config.weight_decay)
+            run.note("optimiser", name="Prism", **rates(run))
+            return self.engine.optimizer(config.lr, dense_lr=config.head_lr, weight_decay=config.weight_decay)
         inner = Muon() if config.optimizer == "muon" else AdamW()
         return self.engine.attach(inner.optimizer(run))
 
