@@ -1,11 +1,12 @@
 """Tables of numbers from files."""
 
 import bz2
+import io
 
 import numpy as np
 import pytest
 
-from subspan.data import read_numbers
+from subspan.data import iterate_rows, read_numbers
 from subspan.errors import DataError
 
 
@@ -51,6 +52,18 @@ def test_parquet(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, text, options, message):
     with pytest.raises(DataError, match=message):
         read_numbers(write(tmp_path / "t.csv", text), **options)
+
+
+def test_rows_come_one_after_the_other(tmp_path, monkeypatch):
+    rows = iterate_rows(write(tmp_path / "t.csv", "a,b\n1,x\n2\n"))
+    assert next(rows) == {"a": "1", "b": "x"}  # before the malformed line is reached
+    with pytest.raises(DataError, match="line 3: 1 cells for 2 columns"):
+        next(rows)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a,b\n1,2\n"))
+    assert list(iterate_rows("-")) == [{"a": "1", "b": "2"}]
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"a": [1, 2], "b": ["x", None]}), tmp_path / "t.parquet")
+    assert list(iterate_rows(tmp_path / "t.parquet")) == [{"a": 1, "b": "x"}, {"a": 2, "b": None}]
 
 
 def test_unknown_formats_and_missing_files(tmp_path):

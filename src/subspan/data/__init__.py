@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from subspan.data.expression import Expression, golub, leukemia_all
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
-    from subspan.data.tables import NumberTable, read_numbers
+    from subspan.data.tables import NumberTable, iterate_rows, read_numbers
     from subspan.data.text import Labels, Splits, limit_words, load_reviews, load_text, pick_columns, split_data
 
 _HOMES = {
@@ -19,7 +19,7 @@ _HOMES = {
     "expression": ("Expression", "golub", "leukemia_all"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
-    "tables": ("NumberTable", "read_numbers"),
+    "tables": ("NumberTable", "iterate_rows", "read_numbers"),
     "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -41,6 +41,7 @@ __all__ = [
     "find_asset",
     "golub",
     "installed",
+    "iterate_rows",
     "leukemia_all",
     "limit_words",
     "load_reviews",

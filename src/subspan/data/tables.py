@@ -2,14 +2,15 @@
 
 import difflib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
 
-from subspan.data.text import _read_delimited
+from subspan.data.text import _read_delimited, delimited_rows
 from subspan.errors import DataError, MissingExtra
 
 
@@ -54,30 +55,59 @@ def read_numbers(path: str | os.PathLike[str], *, label: str | None = None, drop
     return NumberTable(values, names, labels)
 
 
-def _columns(path: Path) -> dict[str, Sequence[Any]]:
-    """The file's columns by name."""
+def iterate_rows(source: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a table by column name, one after the other, so that a stream may be longer than memory.
+
+    Args:
+        source: a file as in :func:`read_numbers`, or ``-`` for comma-separated lines on standard input.
+
+    Raises:
+        DataError: the file is missing or malformed.
+        MissingExtra: a parquet file, and pyarrow is not installed.
+    """
+    if os.fspath(source) == "-":
+        yield from delimited_rows(sys.stdin, ",", "standard input")
+        return
+    path = Path(source).expanduser()
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     name = path.name.lower()
     if name.endswith(".parquet"):
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as error:
-            raise MissingExtra("parquet files need the package pyarrow: pip install pyarrow") from error
-        try:
-            table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} is not a parquet file: {error}") from error
-        return {name: table[name].to_pylist() for name in table.column_names}
+        for batch in _parquet_batches(path):
+            yield from batch.to_pylist()
+        return
     delimiters = {".csv": ",", ".tsv": "\t"}
     suffix = Path(name.removesuffix(".gz").removesuffix(".bz2")).suffix
     if suffix not in delimiters:
         raise DataError(f"{path} has no known format; the name should end in .csv, .tsv or .parquet")
     try:
-        rows = list(_read_delimited(path, delimiters[suffix]))
+        yield from _read_delimited(path, delimiters[suffix])
     except (UnicodeDecodeError, OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    """The file's arrow record batches."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtra("parquet files need the package pyarrow: pip install pyarrow") from error
+    try:
+        yield from pyarrow.parquet.ParquetFile(path).iter_batches()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a parquet file: {error}") from error
+
+
+def _columns(path: Path) -> dict[str, Sequence[Any]]:
+    """The file's columns by name."""
+    if path.name.lower().endswith(".parquet") and path.is_file():
+        columns: dict[str, list[Any]] = {}
+        for batch in _parquet_batches(path):
+            for name in batch.schema.names:
+                columns.setdefault(name, []).extend(batch[name].to_pylist())
+        return columns
+    rows = list(iterate_rows(path))
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 
 

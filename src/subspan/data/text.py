@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,20 +145,25 @@ def _open(path: Path) -> io.TextIOBase:
 
 
 def _read_delimited(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses cells beyond 128 KiB; this is the most a C long always holds
     with _open(path) as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            names = next(reader, [])
-            if len(set(names)) < len(names):
-                raise DataError(f"{path} names a column twice: {', '.join(names)}")
-            for cells in reader:
-                if cells and len(cells) != len(names):
-                    raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells for {len(names)} columns")
-                if cells:
-                    yield dict(zip(names, cells, strict=True))
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}") from error
+        yield from delimited_rows(file, delimiter, str(path))
+
+
+def delimited_rows(lines: Iterable[str], delimiter: str, source: str) -> Iterator[dict[str, str]]:
+    """Rows below a header, one after the other; ``source`` is what an error names."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells beyond 128 KiB; this is the most a C long always holds
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise DataError(f"{source} names a column twice: {', '.join(names)}")
+        for cells in reader:
+            if cells and len(cells) != len(names):
+                raise DataError(f"{source}, line {reader.line_num}: {len(cells)} cells for {len(names)} columns")
+            if cells:
+                yield dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{source}, line {reader.line_num}: {error}") from error
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
