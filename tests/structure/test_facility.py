@@ -447,7 +447,7 @@ def test_the_optimum_is_that_of_all_subsets():
         ({"n_tables": 0}, {}, "n_tables must be an integer of at least 1, got 0"),
         ({"max_probes": 0}, {}, "max_probes"),
         ({"slack": 0}, {}, "slack"),
-        ({"oracle": "magic"}, {}, "oracle must be one of hash, counters, exact, got 'magic'"),
+        ({"oracle": "magic"}, {}, "oracle must be one of counters, hash, exact, got 'magic'"),
         ({"rule": "magic"}, {}, "rule must be"),
         ({"dtype": "float16"}, {}, "dtype must be"),
         ({"reassign": "never"}, {}, "reassign must be"),

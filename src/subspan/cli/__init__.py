@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from subspan import __version__
-from subspan.cli import assets, claims, hubs, tune
+from subspan.cli import assets, claims, facilities, hubs, tune
 from subspan.errors import SubspanError
 
 
@@ -43,6 +43,7 @@ app = typer.Typer(
 )
 app.command("tune")(tune.tune)
 app.command("hubs")(hubs.hubs)
+app.command("facilities")(facilities.facilities)
 app.add_typer(claims.app, name="claims")
 app.command("assets")(assets.assets)
 

@@ -102,11 +102,9 @@ def _parquet_batches(path: Path) -> Iterator[Any]:
 def _columns(path: Path) -> dict[str, Sequence[Any]]:
     """The file's columns by name."""
     if path.name.lower().endswith(".parquet") and path.is_file():
-        columns: dict[str, list[Any]] = {}
-        for batch in _parquet_batches(path):
-            for name in batch.schema.names:
-                columns.setdefault(name, []).extend(batch[name].to_pylist())
-        return columns
+        batches = list(_parquet_batches(path))
+        names = batches[0].schema.names if batches else ()
+        return {name: [cell for batch in batches for cell in batch[name].to_pylist()] for name in names}
     rows = list(iterate_rows(path))
     return {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
 

@@ -448,7 +448,7 @@ class Clusters:
         out = {name: getattr(self, name).copy() for name in self._ARRAYS}
         out["free"] = np.array(self.free, np.int64)
         out["weight"] = np.array([self.total, self.covered])
-        out["floor"] = np.array(self.floor)
+        out["floor"] = np.array([self.floor])
         out["positions"] = self.distances.positions.copy()
         if self.distances.kept is not None:
             out["distances"] = self.distances.kept.copy()
@@ -461,7 +461,7 @@ class Clusters:
         self.free = np.asarray(arrays["free"]).tolist()
         self.n_clients = len(self.weights) - len(self.free)
         self.total, self.covered = (float(x) for x in arrays["weight"])
-        self.floor = int(arrays["floor"])
+        self.floor = int(arrays["floor"][0])
         self.distances.positions = np.array(arrays["positions"])
         self.distances.kept = np.array(arrays["distances"]) if "distances" in arrays else None
         prefix = "oracle_"

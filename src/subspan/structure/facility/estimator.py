@@ -80,7 +80,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
     def __init__(
         self,
         kappa: float = 1.2,
-        oracle: Literal["hash", "counters", "exact"] = "hash",
+        oracle: Literal["counters", "hash", "exact"] = "counters",
         gamma: float = 4.0,
         n_tables: int = 4,
         rule: Literal["verify", "cheapest"] = "verify",
@@ -314,7 +314,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
             if not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name, choices in (
-            ("oracle", ("hash", "counters", "exact")), ("rule", ("verify", "cheapest")),
+            ("oracle", ("counters", "hash", "exact")), ("rule", ("verify", "cheapest")),
             ("dtype", ("float64", "float32")), ("reassign", ("stable", "nearest")),
         ):  # fmt: skip
             if getattr(self, name) not in choices:

@@ -156,10 +156,10 @@ class Counters:
         return where + self.bottom, facilities
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"offers": self.offers, "bottom": np.array(self.bottom)}
+        return {"offers": self.offers, "bottom": np.array([self.bottom])}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        self.offers, self.bottom = np.array(arrays["offers"]), int(arrays["bottom"])
+        self.offers, self.bottom = np.array(arrays["offers"]), int(arrays["bottom"][0])
 
 
 class Hash:
