@@ -1,7 +1,9 @@
 """A tiny language model, a tiny classifier and a tiny table, all in local folders."""
 
 import csv
+import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -70,6 +72,16 @@ def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     BertModel(shape).save_pretrained(folder)
     tokenizer(chat=False).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sentence_encoder(encoder, tmp_path_factory):
+    """The same BERT in the sentence-transformers format, which says that its tokens are averaged."""
+    folder = tmp_path_factory.mktemp("sentence") / "encoder"
+    shutil.copytree(encoder, folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     return folder
 
 

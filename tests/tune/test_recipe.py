@@ -1,5 +1,6 @@
 """Whole runs on tiny models: what they learn, what they leave, and what they survive."""
 
+import html
 import json
 import os
 import signal
@@ -105,6 +106,21 @@ def test_the_run_folder_holds_what_it_promises(settings, tmp_path):
         assert part in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert tune(config) == summary  # a finished run is read, not repeated
+
+
+@pytest.mark.parametrize("kind", ["causal-lm", "classification", "sentence"])
+def test_the_code_in_the_report_loads_the_trained_model(settings, sentence_encoder, tmp_path, kind):
+    changes = {"model": str(sentence_encoder)} if kind == "sentence" else {}
+    config = parse(settings("causal-lm" if kind == "causal-lm" else "classification", **changes))
+    summary = tune(config)
+    page = (tmp_path / "run" / "report.html").read_text()
+    code = html.unescape(page[page.index("from peft import") :].partition("</code>")[0])
+    scope = {}
+    exec(code, scope)
+    task, rows = load_task(config)
+        "SentenceClassifier" if kind == "sentence" else type(scope["base"]).__name__
+    )
+    assert loss_of(task, scope["model"], rows.test) == pytest.approx(summary["after"]["loss"], abs=1e-4)
 
 
 def test_the_first_step_starts_from_the_base_models_own_answers(settings):

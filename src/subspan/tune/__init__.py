@@ -8,12 +8,13 @@ if TYPE_CHECKING:
     from subspan.tune.dry_run import plan
     from subspan.tune.part import Part, Run
     from subspan.tune.recipe import tune
+    from subspan.tune.sentence import SentenceClassifier
 
-__all__ = ["Config", "Part", "Run", "load", "parse", "plan", "tune"]
+__all__ = ["Config", "Part", "Run", "SentenceClassifier", "load", "parse", "plan", "tune"]
 
 # Loaded on first use: the configuration alone must not cost the import of torch.
 _HOMES = {"Config": "config", "load": "config", "parse": "config", "Part": "part", "Run": "part"}
-_HOMES |= {"plan": "dry_run", "tune": "recipe"}
+_HOMES |= {"SentenceClassifier": "sentence", "plan": "dry_run", "tune": "recipe"}
 
 
 def __getattr__(name: str) -> Any:

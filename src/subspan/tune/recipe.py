@@ -18,6 +18,7 @@ from subspan.tune.config import Config
 from subspan.tune.folder import RunFolder
 from subspan.tune.part import Part, Run
 from subspan.tune.parts import assemble
+from subspan.tune.sentence import SentenceClassifier, pools_by_mean
 from subspan.tune.tasks import CausalLM, Classification, Row
 
 
@@ -293,13 +294,15 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def load_model(config: Config, labels: Sequence[str], *, meta: bool = False) -> nn.Module:
-    """The base model, in evaluation order on the CPU; with ``meta`` its structure only, without weights."""
+    """The base model on the CPU, with a new head for classification; with ``meta`` its structure, without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from subspan.data import model_source
 
     source = model_source(config.model)
-    factory = AutoModelForCausalLM if config.task == "causal-lm" else AutoModelForSequenceClassification
+    factory: Any = AutoModelForCausalLM
+    if config.task == "classification":
+        factory = SentenceClassifier if pools_by_mean(source.path) else AutoModelForSequenceClassification
     options: dict[str, Any] = {}
     if config.task == "classification":
         options["id2label"] = dict(enumerate(labels))
@@ -314,7 +317,8 @@ def load_model(config: Config, labels: Sequence[str], *, meta: bool = False) -> 
 
             # Packed blocks cannot be trained through.
             options["quantization_config"] = GgufConfig(dequantize=True)
-        return factory.from_pretrained(source.path, gguf_file=source.gguf_file, dtype=config.dtype, **options)
+            options["gguf_file"] = source.gguf_file
+        return factory.from_pretrained(source.path, dtype=config.dtype, **options)
     except (OSError, ValueError) as error:
         raise DataError(f"no {config.task} model loads from {config.model}: {_first_line(error)}") from error
 

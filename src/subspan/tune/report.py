@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from subspan.data import model_source
 from subspan.linalg import LowRank, effective_rank, stable_rank
 from subspan.pages import Code, Figure, Page, Section, Table, Text
 from subspan.pages.plots import Curve, bars, curves, spectra
 from subspan.surgery import BaseShift, FactorPair, role_of, weight_matrix
 from subspan.tune.config import Config, dump
 from subspan.tune.folder import RunFolder
+from subspan.tune.sentence import pools_by_mean
 
 _SHOWN = 32  # singular values kept per layer
 
@@ -54,7 +56,7 @@ def write_report(folder: RunFolder, config: Config, summary: Mapping[str, Any]) 
         *_privacy(summary),
         _update(summary["layers"]),
         _trained(summary),
-        _reload(config, folder),
+        _reload(config, folder, summary),
         Section("Configuration", [Code(dump(config))]),
         _layers(summary["layers"]),
     ]
@@ -164,15 +166,23 @@ def _trained(summary: Mapping[str, Any]) -> Section:
     return Section("What was trained", [Table(["part", "quantity", "value"], rows)])
 
 
-def _reload(config: Config, folder: RunFolder) -> Section:
-    kind = "AutoModelForCausalLM" if config.task == "causal-lm" else "AutoModelForSequenceClassification"
+def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Section:
+    source = model_source(config.model)
+    home, kind, options = "transformers", "AutoModelForCausalLM", "gguf_file=source.gguf_file"
+    words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
+    if config.task == "classification":
+        kind, options = "AutoModelForSequenceClassification", f"num_labels={len(summary['facts']['data']['labels'])}"
+        if pools_by_mean(source.path):
+            home, kind = "subspan.tune", "SentenceClassifier"
+            words = (
+                "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
+            )
     code = (
         "from peft import PeftModel\n"
-        f"from transformers import {kind}\n"
+        f"from {home} import {kind}\n"
         "from subspan.data import model_source\n\n"
         f"source = model_source({config.model!r})\n"
-        f"base = {kind}.from_pretrained(source.path, **source.kwargs)\n"
+        f"base = {kind}.from_pretrained(source.path, {options})\n"
         f"model = PeftModel.from_pretrained(base, {str(folder.adapter)!r})"
     )
-    words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
     return Section("Load it again", [Text(words), Code(code)])
