@@ -48,26 +48,25 @@ class Layer(nn.Module):
         self.index = index
         self.heads: list[Head] = circuit.heads.get(layer, [])
         pairs = [_multiplicities(head) for head in self.heads]
-        H, keys = len(self.heads), max((len(p) for p in pairs), default=0)
+        keys = max((len(p) for p in pairs), default=0)
         values = max((len(head.v) for head in self.heads), default=0)
-        q, k = torch.zeros(H, keys, dtype=torch.long), torch.zeros(H, keys, dtype=torch.long)
-        times = torch.zeros(H, keys)
-        # the last column of the values is the constant 1: it counts a row's maximisers
-        v = torch.full((H, values + 1), circuit["const"][0])
-        out: list[int] = []
-        slots: list[int] = []
-        for h, (head, counted) in enumerate(zip(self.heads, pairs, strict=True)):
-            for a, ((qa, ka), n) in enumerate(counted.items()):
-                q[h, a], k[h, a], times[h, a] = qa, ka, n
-            v[h, : len(head.v)] = torch.tensor(head.v)
-            out += head.out
-            slots += [h * values + a for a in range(len(head.v))]
+        one = circuit["const"][0]
+        gather: list[list[int]] = []
+        times: list[list[int]] = []
+        for head, counted in zip(self.heads, pairs, strict=True):
+            spare = [one] * (keys - len(counted))  # padded queries are multiplied by 0
+            q, k = [qa for qa, _ in counted], [ka for _, ka in counted]
+            times.append([*counted.values(), *(0 for _ in spare)])
+            # the last column of the values is the constant 1: it counts a row's maximisers
+            gather.append([*q, *spare, *k, *spare, *head.v, *[one] * (values + 1 - len(head.v))])
+        out = [c for head in self.heads for c in head.out]
+        slots = [h * values + a for h, head in enumerate(self.heads) for a in range(len(head.v))]
         if len(set(out)) != len(out):
             raise ValueError(f"layer {layer}: two heads write one coordinate")
         self.widths = (keys, keys + values + 1)
-        self.padded = len(slots) < H * values
-        self.register_buffer("gather", torch.cat([q, k, v], 1).flatten())
-        self.register_buffer("times", times[:, None])
+        self.padded = len(slots) < len(self.heads) * values
+        self.register_buffer("gather", torch.tensor(gather, dtype=torch.long).flatten())
+        self.register_buffer("times", torch.tensor(times, dtype=torch.float32).view(len(times), 1, keys))
         self.register_buffer("slots", torch.tensor(slots, dtype=torch.long))
         self.register_buffer("out", torch.tensor(out, dtype=torch.long))
         up, bias, down = circuit.mlp(layer)

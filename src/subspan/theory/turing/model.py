@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from subspan.theory.turing.numerics import (
     tie_limit,
 )
 from subspan.theory.turing.runs import Follower, Mistake, Run, Verification, WrongToken
+from subspan.theory.turing.stepper import Stepper
 from subspan.theory.turing.tokens import (
     ContextTooLong,
     Mode,
@@ -43,6 +44,8 @@ from subspan.theory.turing.tokens import (
 
 # A table of tokens beyond this is refused; 2e6 rows of 300 floats are 2.4 GB.
 _MAX_VOCABULARY = 2_000_000
+# Up to so many logits the table is faster than going field by field.
+_FEW_LOGITS = 2**16
 # Tokens in one batch of contexts.
 _BATCH_TOKENS = 2**14
 
@@ -175,6 +178,9 @@ class CompiledTransformer(nn.Module):
 
     def predict(self, x: Float[Tensor, "n d"]) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
         """The best next token of final states, and the margin of its logit over the second best."""
+        if self.unembedding is not None and len(x) * self.vocabulary.size < _FEW_LOGITS:
+            top = self.unembedding(x).topk(2)
+            return top.indices[:, 0], top.values[:, 0] - top.values[:, 1]
         return self._table("_outof", x).best(x)
 
     def _table(self, name: str, like: Tensor) -> Any:
@@ -230,11 +236,11 @@ class CompiledTransformer(nn.Module):
         """Write one context for each follower in lockstep, rows still in their prompt being fed; tokens written."""
         prompts = self.encode([f.tokens for f in followers])
         lengths = [len(f.tokens) for f in followers]
-        cache, position = Cache(), min(lengths)
+        advance, position = self._advance(len(followers)), min(lengths)
         ids, open_rows = prompts[:, :position], set(range(len(followers)))
         used = [0] * len(followers)
         while True:
-            best, margin = self.predict(self.stream(ids, cache)[:, -1])
+            best, margin = self.predict(advance(ids))
             predicted, margins = best.tolist(), margin.tolist()
             following = prompts[:, position].tolist() if position < prompts.shape[1] else [0] * len(followers)
             for i in sorted(open_rows):
@@ -248,6 +254,14 @@ class CompiledTransformer(nn.Module):
                 return used
             ids = torch.tensor(following, device=prompts.device)[:, None]
             position += 1
+
+    def _advance(self, rows: int) -> Callable[[Tensor], Tensor]:
+        """A function that takes the next tokens of ``rows`` contexts and gives their last final states."""
+        if rows == 1 and self.places.device.type == "cpu" and self.places.dtype == torch.float32:
+            stepper = Stepper(list(self.layers), self.how, 2**self.bits)
+            return lambda ids: stepper.extend(self.embed(ids, stepper.length)[0])
+        cache = Cache()
+        return lambda ids: self.stream(ids, cache)[:, -1]
 
     def _tie_limit(self) -> int | None:
         how = self.how
