@@ -338,7 +338,10 @@ STATEMENTS = (
         "overlapping mixture, the same sizes: hash not slower than exact",
         speed_up("overlapping", "hash, 4 tables", 1000), 1.0,
     ),
-    Statement("hash: time grows no faster than n^0.5 in any seed, separated", slope("separated", "hash, 4 tables"), 0.5, "<="),
+    Statement(
+        "hash: time grows no faster than n^0.5 in any seed, separated",
+        slope("separated", "hash, 4 tables"), 0.5, "<=",
+    ),
     Statement("hash: the same, overlapping (a research goal)", slope("overlapping", "hash, 4 tables"), 0.5, "<="),
     Statement("counters: the same, overlapping", slope("overlapping", "counters"), 0.5, "<="),
 )  # fmt: skip
