@@ -697,6 +697,17 @@ def test_a_common_null_space_is_shared_equally_and_said(detector):
     assert (fitted.objective_, fitted.gap_) == (0.0, 0.0)
 
 
+def test_indefinite_matrices_that_cancel_are_no_common_null_space():
+    a = torch.zeros(4, 4, dtype=torch.float64)
+    a[0, 1] = a[1, 0] = 1.0
+    S = torch.stack([a, -a]) + torch.diag(torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = joint_subspace(S, 1)
+    assert found.null_dim == 0
+    assert found.gap <= 1e-5
+
+
 def test_a_small_population_that_is_not_heard_is_named():
     data = make_common_hub_ggm(100, (400, 400, 30), random_state=0)
     with pytest.warns(UserWarning, match="population 2 has weight 0.0.. and only 30 samples for 100 variables"):

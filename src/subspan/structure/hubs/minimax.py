@@ -19,8 +19,6 @@ from jaxtyping import Float64
 from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
-from subspan.linalg import Eigh
-
 # Eigenvalues below this share of the mean diagonal entry are zero: 1e4 times the rounding of eigh at p = 1000.
 _NULL = 1e-10
 
@@ -74,7 +72,7 @@ def fantope_shares(e: Float64[Tensor, " p"], s: int, mu: float) -> Float64[Tenso
         return torch.ones_like(e)
     # Relative to the s-th eigenvalue, so that dividing by a small mu loses no digits where the shares are decided.
     x = (e[s - 1] - e) / mu  # descending; shares are clip(x - theta, 0, 1)
-    # phi(theta) = sum of shares falls in theta and is linear between these points; find the last one with phi >= s.
+    # phi(theta), the sum of the shares, falls from p to 0, linear between these points; find the last with phi >= s.
     points = torch.cat([x, x - 1]).sort().values
     rising = x.flip(0)
     sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
@@ -82,7 +80,7 @@ def fantope_shares(e: Float64[Tensor, " p"], s: int, mu: float) -> Float64[Tenso
     ones = p - torch.searchsorted(rising, points + 1, right=True)  # x_i > point + 1
     phi = ones + sums[above] - sums[ones] - (above - ones) * points
     last = int((phi >= s).sum()) - 1
-    middle = points[max(last, 0)] + 0 if last + 1 == len(points) else (points[max(last, 0)] + points[last + 1]) / 2
+    middle = (points[last] + points[last + 1]) / 2
     full, fractional = x - middle >= 1, (x > middle) & (x - middle < 1)
     if not bool(fractional.any()):  # a flat piece: every theta in it gives exactly the first s
         return full.to(e.dtype)
@@ -90,11 +88,18 @@ def fantope_shares(e: Float64[Tensor, " p"], s: int, mu: float) -> Float64[Tenso
     return (x - theta).clamp(0, 1)
 
 
+class _Spectrum(NamedTuple):
+    """Ascending eigenvalues and their vectors, as columns."""
+
+    values: Tensor
+    vectors: Tensor
+
+
 class _Point(NamedTuple):
     """The smoothed dual at w: its value and gradient, and what its Hessian is made from."""
 
     w: np.ndarray
-    eigh: Eigh  # of S(w), ascending
+    eigh: _Spectrum  # of S(w)
     mu: float
     shares: Tensor  # the positive ones
     images: Tensor  # K x a x p: U_aᵀ S_k
@@ -102,11 +107,11 @@ class _Point(NamedTuple):
     value: float
 
 
-def _decompose(S: Tensor, w: np.ndarray) -> Eigh:
-    return Eigh(*torch.linalg.eigh(torch.tensordot(torch.as_tensor(w).to(S), S, 1)))
+def _decompose(S: Tensor, w: np.ndarray) -> _Spectrum:
+    return _Spectrum(*torch.linalg.eigh(torch.tensordot(torch.as_tensor(w).to(S), S, 1)))
 
 
-def _point(S: Tensor, w: np.ndarray, eigh: Eigh, s: int, mu: float) -> _Point:
+def _point(S: Tensor, w: np.ndarray, eigh: _Spectrum, s: int, mu: float) -> _Point:
     shares = fantope_shares(eigh.values, s, mu)
     active = int((shares > 0).sum())
     u, shares = eigh.vectors[:, :active], shares[:active]
@@ -261,9 +266,8 @@ def joint_subspace(
     spread = float(torch.linalg.matrix_norm(S - means[:, None, None] * eye).max()) / p**0.5
     # Multiples of I have no spread: then any positive number does, and all directions get the same share.
     path = _Path(S, s, max(spread, 1e-8 * size, np.finfo(float).tiny ** 0.5))
-    if null := _common_null_space(path.eigh.values, s, size):
-        shares = torch.full((null,), s / null, dtype=S.dtype, device=S.device)
-        return JointSubspace(path.eigh.vectors[:, :null], shares, path.w, 0.0, 0.0, path.calls, null)
+    if found := _common_null_space(S, path.eigh, s, path.w):
+        return found
     point, converged = path.descend(mu, limit=12)
     if not converged:  # many eigenvalues cross on the way: come from where the dual is smooth
         path.steps.clear()
@@ -302,26 +306,33 @@ def bottom_subspace(S: Float64[Tensor, "p p"], s: int) -> JointSubspace:
     Warns:
         NotIdentified: S vanishes on more than s dimensions.
     """
-    eigh = Eigh(*torch.linalg.eigh(S))
+    w = np.ones(1)
+    eigh = _decompose(S[None], w)
+    if found := _common_null_space(S[None], eigh, s, w):
+        return found
     e = eigh.values
-    null = _common_null_space(e, s, float(S.diagonal().abs().mean()))
     # Eigenvalues that differ by rounding only are tied.
-    tie = 1e-12 * max(float(e.abs().max()), np.finfo(float).tiny ** 0.5)
-    shares = torch.full((null,), s / null, dtype=e.dtype, device=e.device) if null else fantope_shares(e, s, tie)
+    shares = fantope_shares(e, s, 1e-12 * max(float(e.abs().max()), np.finfo(float).tiny ** 0.5))
     active = int((shares > 0).sum())
-    primal, dual = (0.0, 0.0) if null else (float(shares[:active] @ e[:active]), float(e[:s].sum()))
-    return JointSubspace(eigh.vectors[:, :active], shares[:active], np.ones(1), primal, dual, 1, null)
+    primal, dual = float(shares[:active] @ e[:active]), float(e[:s].sum())
+    return JointSubspace(eigh.vectors[:, :active], shares[:active], w, primal, dual, eigh_calls=1)
 
 
-def _common_null_space(values: Tensor, s: int, size: float) -> int:
-    """Dimension of the null space of S(w), if that is more than s and S(w) is positive semidefinite; else 0."""
-    null = int((values < _NULL * size).sum())
-    if null <= s or float(values[0]) < -_NULL * size:
-        return 0
+def _common_null_space(S: Tensor, eigh: _Spectrum, s: int, w: np.ndarray) -> JointSubspace | None:
+    """The average of all optima, where the S_k vanish together on more than s dimensions. ``eigh`` is that of S(w)."""
+    size = float(S.diagonal(dim1=1, dim2=2).abs().mean())
+    null = int((eigh.values < _NULL * size).sum())
+    if null <= s:
+        return None
+    basis = eigh.vectors[:, :null]
+    # Indefinite matrices (after a threshold) may cancel in S(w) without vanishing themselves.
+    if float((basis.mT @ S @ basis).abs().max()) > 10 * len(S) * _NULL * size:
+        return None
     warnings.warn(
         f"the data leave a common null space of dimension {null} > {s} = the number of components, and every subspace "
         "of it is optimal: their average is returned. Use threshold=, screen= or shrinkage=, or collect more samples",
         NotIdentified,
         stacklevel=3,
     )
-    return null
+    shares = torch.full((null,), s / null, dtype=S.dtype, device=S.device)
+    return JointSubspace(basis, shares, w, primal=0.0, dual=0.0, eigh_calls=1, null_dim=null)
