@@ -16,18 +16,16 @@ class Terminal:
     """Draws a run: a bar where someone watches, plain lines where the output is a file."""
 
     def __init__(self) -> None:
-        self.began = time.perf_counter()
+        self.began = self.spoke = time.perf_counter()
         self.bar: Any = None
         self.task: Any = None
         self.figures: dict[str, float] = {}
 
-    def _clock(self) -> str:
-        seconds = int(time.perf_counter() - self.began)
-        return f"{seconds // 60:2d}:{seconds % 60:02d}"
-
     def say(self, text: str) -> None:
         self._close()
-        console.print(f"[dim]{self._clock()}[/dim]  {text}", highlight=False)
+        self.spoke = time.perf_counter()
+        seconds = int(self.spoke - self.began)
+        console.print(f"[dim]{seconds // 60:2d}:{seconds % 60:02d}[/dim]  {text}", highlight=False)
 
     def progress(self, step: int, total: int, figures: dict[str, float]) -> None:
         self.figures |= figures
@@ -35,11 +33,13 @@ class Terminal:
         if console.is_terminal:
             self._advance("training", step, total, shown)
         elif figures:
-            console.print(f"{self._clock()}  step {step}/{total}  {shown}", highlight=False)
+            self.say(f"step {step}/{total}  {shown}")
 
     def evaluated(self, done: int, total: int) -> None:
         if console.is_terminal:
             self._advance("scoring", done, total, "")
+        elif time.perf_counter() - self.spoke > 10:
+            self.say(f"scored {done}/{total}")
 
     def _advance(self, what: str, done: int, total: int, shown: str) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
