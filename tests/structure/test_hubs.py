@@ -605,6 +605,8 @@ def test_data_frames_are_matched_by_name(data):
     assert all(name.startswith("gene") for fit in fits.values() for name in fit.hub_names_)
     with pytest.raises(ValueError, match="population 2 and population 0 have different columns: gene0, other"):
         JICHD().fit([*frames[:2], frames[2].rename(columns={"gene0": "other"})])
+    with pytest.raises(ValueError, match="population 1 has several columns of one name: gene1"):
+        JICHD().fit([frames[0], frames[1].rename(columns={"gene0": "gene1"})])
     with pytest.raises(ValueError, match="some are arrays"):
         JICHD().fit([frames[0], data.X[1]])
 

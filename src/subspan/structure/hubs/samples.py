@@ -43,21 +43,21 @@ def aligned(frames: Sequence[Any]) -> tuple[list[Any], list[str] | None]:
     """The populations with equal columns in the order of the first; and their names, where all are data frames.
 
     Raises:
-        ValueError: different columns, or data frames mixed with arrays.
+        ValueError: different or repeated columns, or data frames mixed with arrays.
     """
-    columns = [[*map(str, x.columns)] if hasattr(x, "columns") else None for x in frames]
-    first = columns[0]
-    if first is None or any(names is None for names in columns):
-        if any(columns):
-            raise ValueError("some populations are data frames and some are arrays; give all as one kind")
+    if not any(hasattr(x, "columns") for x in frames):
         return list(frames), None
-    for k, names in enumerate(columns):
-        if sorted(names or []) != sorted(first):
-            odd = sorted(set(first) ^ set(names or [])) or ["a repeated name"]
+    if not all(hasattr(x, "columns") for x in frames):
+        raise ValueError("some populations are data frames and some are arrays; give all as one kind")
+    names = [[*map(str, x.columns)] for x in frames]
+    first = names[0]
+    for k, these in enumerate(names):
+        if repeated := sorted({name for name in these if these.count(name) > 1}):
+            raise ValueError(f"population {k} has several columns of one name: {', '.join(repeated[:5])}")
+        if odd := sorted(set(first) ^ set(these)):
             raise ValueError(f"population {k} and population 0 have different columns: {', '.join(odd[:5])}")
-    return [
-        x[x.columns[[list(names or ()).index(c) for c in first]]] for x, names in zip(frames, columns, strict=True)
-    ], first
+    ordered = [x[[x.columns[i] for i in map(these.index, first)]] for x, these in zip(frames, names, strict=True)]
+    return ordered, first
 
 
 def normal_scores(x: Float64[np.ndarray, "n p"]) -> Float64[np.ndarray, "n p"]:
