@@ -1,6 +1,7 @@
 """From data of several populations to their correlation matrices: checks, transforms and regularisation (numpy)."""
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,15 @@ def aligned(frames: Sequence[Any]) -> tuple[list[Any], list[str] | None]:
     if not all(hasattr(x, "columns") for x in frames):
         raise ValueError("some populations are data frames and some are arrays; give all as one kind")
     names = [[*map(str, x.columns)] for x in frames]
-    first = names[0]
-    for k, these in enumerate(names):
-        if repeated := sorted({name for name in these if these.count(name) > 1}):
+    first, ordered = names[0], []
+    for k, (x, these) in enumerate(zip(frames, names, strict=True)):
+        place = dict(zip(these, x.columns, strict=True))
+        if len(place) < len(these):
+            repeated = [name for name, count in Counter(these).items() if count > 1]
             raise ValueError(f"population {k} has several columns of one name: {', '.join(repeated[:5])}")
         if odd := sorted(set(first) ^ set(these)):
             raise ValueError(f"population {k} and population 0 have different columns: {', '.join(odd[:5])}")
-    ordered = [x[[x.columns[i] for i in map(these.index, first)]] for x, these in zip(frames, names, strict=True)]
+        ordered.append(x[[place[name] for name in first]])
     return ordered, first
 
 
