@@ -525,6 +525,17 @@ class TestKeepsWorking:
         for _ in stream(model, rng, 60):
             assert broken(model, stars=oracle != "hash") == []
 
+    def test_with_weights_from_1e_6_to_1e13_that_leave_again(self, oracle):
+        # Running sums keep nothing of a small client once a huge one came and went, unless they are taken anew.
+        model, rng = build(0, oracle=oracle)
+        for _ in range(150):
+            if not model.ids_ or rng.random() < 0.55:
+                model.partial_fit(3 * rng.normal(size=(1, 2)), sample_weight=10.0 ** rng.uniform(-6, 13, 1))
+            else:
+                heaviest = rng.random() < 0.7
+                model.forget([model.ids_[int(problem(model)[2].argmax()) if heaviest else 0]])
+            assert broken(model, stars=oracle != "hash") == []
+
     def test_with_equal_prices(self, oracle):
         model, rng = build(0, oracle=oracle, prices=np.full(12, 3.0))
         for _ in stream(model, rng, 60):

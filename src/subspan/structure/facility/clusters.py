@@ -21,7 +21,7 @@ from jaxtyping import Float, Float64, Int64
 
 from subspan.structure.facility.distances import Distances
 from subspan.structure.facility.levels import EXACT_POWER, level, levels
-from subspan.structure.facility.oracles import Oracle, Slots
+from subspan.structure.facility.oracles import WORN, Hits, Oracle, Slots
 
 FREE = -(2**40)  # the level of a slot without a client: below every level, so never eligible
 CLOSED = 2**40  # the critical level of a closed facility: above every level
@@ -178,8 +178,7 @@ class Clusters:
         self.prices[facility] = price
         self.covered = 0.0
         self._lower_floor()
-        for q, i in zip(*self.oracle.repriced(), strict=True):
-            self.agenda.star(int(q) + self.slack - 1, int(i))
+        self._note_stars(self.oracle.repriced())
         if self.oracle.scans and self.n_clients:
             self.agenda.push(int(self.eligible(self.active())[0].min()))
         if self.critical[facility] != CLOSED:
@@ -215,7 +214,7 @@ class Clusters:
     def _sweep(self) -> int:
         """Mend the state from the lowest level that may be broken upwards; returns how many levels were looked at."""
         touched = 0
-        while (k := self.agenda.pop()) is not None:
+        while (k := self._next_level()) is not None:
             touched += 1
             clusters = sorted(self.agenda.clusters.pop(k, ()))
             for i in np.flatnonzero(self.critical == k).tolist() if self.oracle.scans else clusters:
@@ -231,6 +230,12 @@ class Clusters:
         if self.n_clients == 1:
             self._serve_alone()
         return touched
+
+    def _next_level(self) -> int | None:
+        """The lowest level on the agenda; at its end, what too much rounding may have hidden comes up."""
+        if not self.agenda.heap and self.oracle.error > WORN:
+            self._note_stars(self.oracle.renew())
+        return self.agenda.pop()
 
     def _raise(self, i: int, k: int) -> None:
         """Lift a cluster whose critical members do not pay at level k, merging the ordinary ones of the next level."""
@@ -372,8 +377,7 @@ class Clusters:
         stop = new - (self.slack - 1)
         some = start < stop
         if some.any():
-            for q, i in zip(*self.oracle.shift(slots[some], start[some], stop[some], 1), strict=True):
-                self.agenda.star(int(q) + self.slack - 1, int(i))
+            self._note_stars(self.oracle.shift(slots[some], start[some], stop[some], 1))
 
     def _leave(self, slots: Slots, start: Slots, stop: Slots) -> None:
         """Clients cease to be eligible at start <= q < stop."""
@@ -385,8 +389,15 @@ class Clusters:
         """Add critical members to, or take them from, the sums of their clusters."""
         if len(slots):
             weights, facilities = sign * self.weights[slots], self.serving[slots]
+            before = self.inner[facilities, 0]
             np.add.at(self.inner[:, 0], facilities, weights)
             np.add.at(self.inner[:, 1], facilities, weights * self.own[slots])
+            # Where next to nothing remains, it is rounding: taken anew when needed.
+            self.inner[facilities[self.inner[facilities, 0] < 1e-6 * before]] = np.nan
+
+    def _note_stars(self, hits: Hits) -> None:
+        for q, i in zip(*hits, strict=True):
+            self.agenda.star(int(q) + self.slack - 1, int(i))
 
     def _note_joins(self, slots: Slots, near: Float[np.ndarray, "n o"], above: int = FREE) -> None:
         """Schedule the clients that some open facility, at these distances, could serve at a lower level."""

@@ -6,6 +6,7 @@ price f_i. (3) The running oracles keep sums of offers and name the facilities t
 price; the sweep then looks at those stars exactly. So an oracle may name too many; only ``Hash`` may name too few.
 """
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -13,8 +14,11 @@ from jaxtyping import Float, Float64, Int64
 
 from subspan.structure.facility.levels import level
 
-# Running sums lose digits over many updates: what comes this near to its price is named, the exact look decides.
+# Running sums lose digits over many updates: what comes this near to its price is named, the exact look decides; and
+# sums that may have lost more than half of that margin are taken anew.
 _NEAR = 1 - 1e-6
+WORN = 5e-7
+_EPS = float(np.finfo(np.float64).eps)
 # Tables reach this many levels further than asked, so that a wandering stream extends them rarely.
 _MARGIN = 8
 # Clients whose offers are summed at once when a table is built anew: bounds the memory of the temporaries.
@@ -56,6 +60,7 @@ class Oracle(Protocol):
     """Kept up to date by the structure, which calls ``shift`` before it changes a level."""
 
     scans: bool  # True: the sweep visits every level and looks at every facility
+    error: float  # what rounding may have taken from a sum by now, in units of the price
 
     def admit(self, slots: Slots) -> None:
         """New clients, not yet eligible anywhere."""
@@ -72,6 +77,10 @@ class Oracle(Protocol):
         """Prices have changed: all stars that reach theirs."""
         ...
 
+    def renew(self) -> Hits:
+        """Take all sums anew, and name all stars that reach their price."""
+        ...
+
     def arrays(self) -> dict[str, np.ndarray]:
         """What cannot be computed again."""
         ...
@@ -86,10 +95,26 @@ def _span(start: Slots, stop: Slots) -> tuple[int, int]:
     return (int(start[0]), int(stop[0])) if len(start) == 1 else (int(start.min()), int(stop.max()))
 
 
+def _rounding(shares: Float[np.ndarray, "p"]) -> float:
+    """What sums of these sizes, in units of their price, may lose to rounding when they rise and fall again."""
+    return 2 * _EPS * float(shares.max(initial=1.0))
+
+
+def _eligible_blocks(clients: Clients) -> Iterator[tuple[Slots, Slots, Slots]]:
+    """All eligible clients with the levels where they are, some at a time."""
+    active = clients.active()
+    start, stop = clients.eligible(active)
+    some = np.flatnonzero(start < stop)
+    for i in range(0, len(some), _BLOCK):
+        block = some[i : i + _BLOCK]
+        yield active[block], start[block], stop[block]
+
+
 class Exact:
     """Looks at every facility at every level in every sweep: the reference, O(levels n m)."""
 
     scans = True
+    error = 0.0
 
     def admit(self, slots: Slots) -> None:
         pass
@@ -98,6 +123,9 @@ class Exact:
         return NO_HITS
 
     def repriced(self) -> Hits:
+        return NO_HITS
+
+    def renew(self) -> Hits:
         return NO_HITS
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -119,6 +147,7 @@ class Counters:
         self.clients = clients
         self.bottom = 0
         self.offers = np.zeros((0, len(clients.prices)))
+        self.error = 0.0
 
     def admit(self, slots: Slots) -> None:
         pass
@@ -138,6 +167,7 @@ class Counters:
         if sign < 0:
             return NO_HITS
         where, facilities = np.nonzero(table >= _NEAR * self.clients.prices)
+        self.error += _rounding(table[where, facilities] / self.clients.prices[facilities])
         return where + low, facilities
 
     def _reach(self, low: int, high: int) -> None:
@@ -155,11 +185,19 @@ class Counters:
         where, facilities = np.nonzero(self.offers >= _NEAR * self.clients.prices)
         return where + self.bottom, facilities
 
+    def renew(self) -> Hits:
+        self.offers[:] = 0.0
+        for block in _eligible_blocks(self.clients):
+            self.shift(*block, 1)
+        self.error = 0.0
+        return self.repriced()
+
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"offers": self.offers, "bottom": np.array([self.bottom])}
+        return {"offers": self.offers, "bottom": np.array([self.bottom]), "error": np.array([self.error])}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
         self.offers, self.bottom = np.array(arrays["offers"]), int(arrays["bottom"][0])
+        self.error = float(arrays["error"][0])
 
 
 class Hash:
@@ -204,6 +242,7 @@ class Hash:
         self.probes = np.zeros(0, np.int64)  # cell by cell, its cheapest facilities
         self.levels = np.zeros(0, np.int64)  # their radius levels
         self.offers = np.zeros(0)
+        self.error = 0.0
 
     def centres(self, row: Float[np.ndarray, "m"], low: int, high: int) -> Int64[np.ndarray, "t q"]:
         """The centre that names the cell of a point with this row, per table and radius level; m for none. (6)"""
@@ -238,7 +277,10 @@ class Hash:
         return self._reached(probed) if sign > 0 else NO_HITS
 
     def _reached(self, probed: Int64[np.ndarray, "p"]) -> Hits:
-        hits = probed[self.offers[probed] >= _NEAR * self.clients.prices[self.probes[probed]]]
+        share = self.offers[probed] / self.clients.prices[self.probes[probed]]
+        reached = share >= _NEAR
+        self.error += _rounding(share[reached])
+        hits = probed[reached]
         return self.levels[hits], self.probes[hits]
 
     def _add(self, slots: Slots, start: Slots, stop: Slots, sign: int) -> Int64[np.ndarray, "p"]:
@@ -283,21 +325,26 @@ class Hash:
         self.cell_of = np.zeros((n_tables, n_levels, m + 1), np.int32)
         self.cell_of.ravel()[keys] = np.arange(1, len(keys) + 1)
         self.cells = np.zeros((len(self.cells), n_tables, n_levels), np.int32)
-        active = self.clients.active()
-        self._find_cells(np.union1d(active, self.newcomers))
-        start, stop = self.clients.eligible(active)
-        some = start < stop
-        active, start, stop = active[some], start[some], stop[some]
-        for i in range(0, len(active), _BLOCK):
-            self._add(active[i : i + _BLOCK], start[i : i + _BLOCK], stop[i : i + _BLOCK], 1)
+        self._find_cells(np.union1d(self.clients.active(), self.newcomers))
+        for block in _eligible_blocks(self.clients):
+            self._add(*block, 1)
+        self.error = 0.0
 
     def repriced(self) -> Hits:
         self._build(self.bottom, self.top)
         return self._reached(np.arange(len(self.offers)))
 
+    def renew(self) -> Hits:
+        self.offers[:] = 0.0
+        for block in _eligible_blocks(self.clients):
+            self._add(*block, 1)
+        hits = self._reached(np.arange(len(self.offers)))
+        self.error = 0.0
+        return hits
+
     def arrays(self) -> dict[str, np.ndarray]:
-        window = np.array([self.bottom, self.top, len(self.cells)])
-        return {"orders": self.orders, "betas": self.betas, "window": window, "offers": self.offers}
+        window, error = np.array([self.bottom, self.top, len(self.cells)]), np.array([self.error])
+        return {"orders": self.orders, "betas": self.betas, "window": window, "offers": self.offers, "error": error}
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
         self.orders, self.betas = np.array(arrays["orders"]), np.array(arrays["betas"])
@@ -306,4 +353,4 @@ class Hash:
         self.cells = np.zeros((length, len(self.orders), 0), np.int32)
         if top > bottom:
             self._build(bottom, top)
-        self.offers = np.array(arrays["offers"])  # as summed then, rounding included
+        self.offers, self.error = np.array(arrays["offers"]), float(arrays["error"][0])  # rounding included
