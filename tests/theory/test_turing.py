@@ -33,6 +33,7 @@ from subspan.theory import (
     needed_bits,
     paper_scale,
     random_machine,
+    random_runs,
     required_scale,
     rewriter,
     scanner,
@@ -51,20 +52,6 @@ LOW = {name: dtype for name, dtype in FORMATS.items() if name != "fp32"}
 MODES = ("cot", "scot")
 
 
-def random_runs(count: int, seed: int, least_steps: int = 1) -> Iterator[tuple[TuringMachine, list[str]]]:
-    """Random machines and words that halt within 300 steps with an output that can be printed."""
-    rng = np.random.default_rng(seed)
-    while count:
-        tapes = int(rng.integers(1, 4))
-        machine = random_machine(tapes, int(rng.integers(2, 11)), int(rng.integers(2, 7)), random_state=rng)
-        word = list(rng.choice(machine.input_alphabet, size=rng.integers(0, 13)))
-        run = machine.run(word, 300)
-        printable = set(run.final.output()) <= set(machine.input_alphabet)
-        if run.halted and printable and len(run.steps) >= least_steps:
-            count -= 1
-            yield machine, word
-
-
 def longest(contexts: list[Segment]) -> int:
     return max(len(segment.tokens) for segment in contexts)
 
@@ -74,7 +61,7 @@ def longest(contexts: list[Segment]) -> int:
 
 @pytest.mark.parametrize("more", [0, 2, 4])
 def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(more: int) -> None:
-    for machine, word in random_runs(100, seed=more):
+    for machine, word in random_runs(100, random_state=more):
         bits = needed_bits(machine, word, "cot") + more
         found = compile_machine(machine, bits, factored_vocab=True).check(word)
         steps = len(machine.run(word).steps)
@@ -84,7 +71,7 @@ def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(more: i
 
 def test_t2_every_claimed_token_of_random_machines_with_summaries() -> None:
     most = 0
-    for machine, word in random_runs(60, seed=7, least_steps=4):
+    for machine, word in random_runs(60, least_steps=4, random_state=7):
         bits = needed_bits(machine, word, "scot")
         model = compile_machine(machine, bits, "scot", factored_vocab=True)
         contexts = segments(machine, word, bits, "scot")
@@ -125,7 +112,7 @@ def test_t3_a_partial_table_counts_its_entries() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4, 6, 8, 10]))
 def test_t4_length_of_a_chain_of_thought(seed: int, bits: int) -> None:
-    machine, word = next(random_runs(1, seed))
+    machine, word = next(random_runs(1, random_state=seed))
     run = machine.run(word)
     expected = cot_length(len(word), len(run.steps), len(run.final.output()), bits)
     try:
@@ -267,7 +254,7 @@ def test_t7_softmax_with_snapping_is_hardmax_from_ln_4n_on() -> None:
 
 @pytest.mark.parametrize("name", LOW)
 def test_t8_low_precision_activations_and_weights(name: str) -> None:
-    cases = [(m, w, "cot") for m, w in random_runs(8, seed=21, least_steps=3)]
+    cases = [(m, w, "cot") for m, w in random_runs(8, least_steps=3, random_state=21)]
     cases += [
         (binary_counter(), "m0000", "cot"),
         (binary_counter(), "m00000", "scot"),
@@ -469,7 +456,9 @@ def test_t16_rounding_at_most_doubles_a_distance(name: str, generator: torch.Gen
 
 @pytest.mark.parametrize("choice", ["first", "last", "random"])
 def test_t17_one_maximiser_is_enough(choice: str) -> None:
-    cases = [(m, w, "cot") for m, w in random_runs(8, seed=5, least_steps=3)] + [(binary_counter(), "m0000", "cot")]
+    cases = [(m, w, "cot") for m, w in random_runs(8, least_steps=3, random_state=5)] + [
+        (binary_counter(), "m0000", "cot")
+    ]
     cases += [(binary_counter(), "m0000", "scot"), (rewriter(), "", "cot")]
     for machine, word, mode in cases:
         bits = needed_bits(machine, word, mode, 120)

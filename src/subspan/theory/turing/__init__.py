@@ -2,7 +2,14 @@
 
 from subspan.theory.turing.decoder import Decoder, to_decoder
 from subspan.theory.turing.machine import Configuration, MachineRun, MissingTransition, Step, TuringMachine
-from subspan.theory.turing.machines import binary_addition, binary_counter, random_machine, rewriter, scanner
+from subspan.theory.turing.machines import (
+    binary_addition,
+    binary_counter,
+    random_machine,
+    random_runs,
+    rewriter,
+    scanner,
+)
 from subspan.theory.turing.model import CompiledTransformer, VocabularyTooLarge, compile_machine, load_compiled
 from subspan.theory.turing.numerics import TieLimit, paper_scale, required_scale, tie_limit
 from subspan.theory.turing.runs import Mistake, Run, Verification, WrongToken
@@ -37,6 +44,7 @@ __all__ = [
     "needed_bits",
     "paper_scale",
     "random_machine",
+    "random_runs",
     "required_scale",
     "rewriter",
     "scanner",

@@ -1,6 +1,7 @@
 """Machines to try things on: an adder, a counter, a rewriter that ties attention, and random ones."""
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -129,3 +130,26 @@ def random_machine(
             moves = tuple("LSR"[i] for i in rng.integers(3, size=tapes))
             table[state, read] = Step(to, writes, moves)
     return TuringMachine(table, running[0], "halt", alphabet, "_")
+
+
+def random_runs(
+    count: int,
+    *,
+    max_tapes: int = 3,
+    max_states: int = 10,
+    max_symbols: int = 6,
+    least_steps: int = 1,
+    most_steps: int = 300,
+    random_state: int | np.random.Generator = 0,
+) -> Iterator[tuple[TuringMachine, list[str]]]:
+    """Random machines, and words of up to 12 symbols on which they halt in time with an output that can be printed."""
+    rng = np.random.default_rng(random_state)
+    while count:
+        sizes = [int(rng.integers(low, high + 1)) for low, high in ((1, max_tapes), (2, max_states), (2, max_symbols))]
+        machine = random_machine(*sizes, random_state=rng)
+        word = [str(symbol) for symbol in rng.choice(machine.input_alphabet, size=rng.integers(0, 13))]
+        run = machine.run(word, most_steps)
+        printable = set(run.final.output()) <= set(machine.input_alphabet)
+        if run.halted and printable and len(run.steps) >= least_steps:
+            count -= 1
+            yield machine, word

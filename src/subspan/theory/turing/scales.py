@@ -20,9 +20,9 @@ class Scale(NamedTuple):
 
 
 def measured_scale(model: CompiledTransformer, contexts: Sequence[Segment], step: float = 0.25) -> Scale:
-    """Smallest c on a grid from which on every prediction of these contexts is right, coming down from above.
+    """Smallest c on a grid with which every prediction of these contexts is right, coming down from above.
 
-    The start is at least ln(16 n) + 2 and is raised until it is right.
+    The start is ln(16 n) or more, raised until it is right; then down in strides of 1 and at last of ``step``.
 
     Raises:
         ValueError: not a softmax model, or wrong tokens up to c = 200: then the scale is not what is wrong.
@@ -34,13 +34,14 @@ def measured_scale(model: CompiledTransformer, contexts: Sequence[Segment], step
     def right(c: float) -> bool:
         return not model.arranged(replace(model.how, scale=c)).verify(contexts).mistakes
 
-    c = step * math.ceil((math.log(16 * n) + 2) / step)
+    c = step * math.ceil(math.log(16 * n) / step)
     while not right(c):
         c += 2
         if c > 200:
             raise ValueError("tokens are wrong at every scale up to 200: more ties than the weights carry?")
-    while c - step > 0 and right(c - step):
-        c -= step
+    for stride in (1.0, step):
+        while c - stride > 0 and right(c - stride):
+            c -= stride
     return Scale(c, paper_scale(c, 4 * model.bits - 1))
 
 
