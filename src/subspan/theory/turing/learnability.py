@@ -2,9 +2,9 @@
 
 The paper trains on Sudoku searches, whose trace is a list of (cell, value) entries. Here a binary counter is written in
 that form, at a size for a laptop: from cell 0 on, a 1 becomes 0 and carries to the next cell, a 0 becomes 1 and
-ends the carry; the count ends when it first writes the target cell, which the prompt names. High cells were last written long
-ago, so their value must be found by content, as a compiled machine finds it. Space is the number of cells, time is
-exponential in it.
+ends the carry; the count ends when it first writes the target cell, which the prompt names. High cells were last
+written long ago, so their value must be found by content, as a compiled machine finds it. Space is the number of
+cells, time is exponential in it.
 """
 
 from collections.abc import Sequence
@@ -49,18 +49,24 @@ def count(bits: Sequence[int], target: int) -> Count:
         at = 0 if held[at] else at + 1
 
 
-def contexts(run: Count, mode: Mode, every: int = 16) -> list[Example]:
-    """The count as one context, or as contexts of ``every`` entries that end with a summary: cells, target, place."""
+def contexts(run: Count, mode: Mode, most: int | None = None, every: int = 16) -> list[Example]:
+    """The first ``most`` entries of a count (all by default), as one context or as contexts of ``every`` entries.
+
+    The latter end with a summary, which begins the next: cells, target, place. What is cut off has no ending.
+    """
     held, at, out = list(run.bits), 0, []
-    span = len(run.entries) if mode == "cot" else every
+    length = min(most or len(run.entries), len(run.entries))
+    span = length if mode == "cot" else every
     head = [INP, *_state(held, run.target, at)]
-    for start in range(0, len(run.entries), span):
+    for start in range(0, length, span):
+        stop = min(start + span, length)
         trace = []
-        for cell, bit in run.entries[start : start + span]:
+        for cell, bit in run.entries[start:stop]:
             trace += [FIRST_CELL + cell, ZERO + bit]
             held[cell], at = bit, 0 if bit else cell + 1
-        ended = start + span >= len(run.entries)
-        ending = [STOP] if ended else [SUMM, *_state(held, run.target, at)]
+        ending = [SUMM, *_state(held, run.target, at)] if stop - start == every and mode == "scot" else []
+        if stop == len(run.entries):
+            ending = [STOP]
         out.append(Example([*head, *trace, *ending], len(head)))
         head = ending
     return out
@@ -87,7 +93,7 @@ class Study:
     width: int = 64
     heads: int = 4
     cells: int = 8
-    cap: int = 32  # entries of the longest count in training
+    cap: int = 32  # entries of a count that training sees
     tokens: int = 2_000_000
     batch_tokens: int = 4096
     lr: float = 2e-3
@@ -167,12 +173,12 @@ def solved(model: nn.Module, runs: Sequence[Count], mode: Mode, bf16: bool = Fal
 
 
 def accuracy(study: Study, buckets: Sequence[tuple[int, int]], tests: int, seed: int) -> dict[str, Any]:
-    """Train on counts of at most ``cap`` entries, and give the share solved of fresh ones, by number of entries."""
+    """Train on the first ``cap`` entries of four counts in five; the share solved of the others, by number of entries.
+
+    So every prompt is of a kind seen in training, and what is new in a longer count is its length only.
+    """
     found = counts(study.cells, seed)
-    held_out = {id(w) for w in found[::5]}
-    training = [
-        e for w in found if len(w.entries) <= study.cap and id(w) not in held_out for e in contexts(w, study.mode)
-    ]
+    training = [e for i, run in enumerate(found) if i % 5 for e in contexts(run, study.mode, study.cap)]
     model = train(study, training, torch.Generator().manual_seed(seed))
     out = {}
     for low, high in buckets:
