@@ -93,6 +93,7 @@ def S():
     return np.array([np.corrcoef(x.T) for x in make_common_hub_ggm(40, 300, 2, 1, hub_sets=[], random_state=0).X])
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_the_plain_peer_is_scikit_learns_graphical_lasso(S):
     ours = graphical_lasso(S, 0.1)
     for k in range(2):

@@ -546,6 +546,7 @@ def test_nonparanormal_undoes_monotone_transformations(data):
     assert np.abs(JICHD().fit(bent).influence_ - scores.influence_).max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:population .* has weight")
 def test_regularisation_reaches_the_solver(data):
     """The public code passes the unthresholded matrix on; here it must matter."""
     few = [x[:40] for x in data.X]

@@ -146,7 +146,8 @@ class HubDetector(BaseEstimator):
         """How often each variable is a hub when each population is subsampled without replacement.
 
         Args:
-            X, groups: as for ``fit``; the fitted estimator keeps no data.
+            X: as for ``fit``; the fitted estimator keeps no data.
+            groups: as for ``fit``.
             n_splits: subsamples.
             fraction: share of each population to draw.
             random_state: seed or ``RandomState``.
@@ -258,10 +259,11 @@ class JICHD(HubDetector):
     Args:
         solver: "exact" (convex, deterministic, with a certificate), "stiefel" (the same, polished into one subspace
             where M is fractional), or "subgradient" (the authors': 10 random starts of 500 steps, for reproduction).
-        mu, tol: of the exact solver, see ``joint_subspace``.
+        mu: regularisation of the exact solver, see ``joint_subspace``.
+        tol: gap at which it stops lowering ``mu``.
         random_state: for the starts of "subgradient".
-        n_components, correlation, nonparanormal, threshold, screen, shrinkage, rule, c, n_hubs, device: see
-            ``HubDetector``.
+
+    The other parameters are those of ``HubDetector``.
 
     Attributes:
         objective_path_: f at each step of the best start (solver "subgradient" only).

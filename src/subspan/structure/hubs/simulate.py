@@ -62,7 +62,8 @@ def make_common_hub_ggm(
         K: populations.
         r: common hubs, the variables 0 to r - 1.
         hub_sets: hubs of some populations; by default five for each population k, from variable 25 (k + 1) on.
-        p_common, p_individual: ranges of edge probabilities of common hubs and of the default hub sets.
+        p_common: range of the edge probabilities of common hubs.
+        p_individual: range of those of the default hub sets.
         p_other: probability of all other edges.
         weight: range of edge magnitudes; signs are random.
         gaussian_weights: draw edge weights from N(0, m²) instead, with m the middle of the range.
