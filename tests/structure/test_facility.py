@@ -350,6 +350,18 @@ def test_the_cheapest_rule_opens_only_what_is_much_better():
     assert costs["verify"] < costs["cheapest"] < (1 + 4.0) * costs["verify"]
 
 
+@pytest.mark.parametrize("oracle", ["exact", "counters"])
+def test_a_client_whose_own_facility_will_do_does_not_move_to_a_nearer_one(oracle):
+    model = DynamicFacilityLocation(kappa=2.0, oracle=oracle)
+    model.fit(np.array([[1.4]]), facilities=np.array([[0.0], [3.0]]), opening_cost=[0.5, 0.1])
+    model.partial_fit(np.array([[0.0], [3.0]]))
+    assert model.assignment_.tolist() == [1, 0, 1]  # at distance 1.6, where 1.4 is of the same level
+    model._clusters._place(model._slots()[:1], np.array([1]), np.array([2]))  # as after its cluster was lifted
+    model._clusters._sweep()
+    assert model.assignment_.tolist() == [1, 0, 1]
+    assert model.levels_.tolist() == [1, -1, -3]
+
+
 def test_reassigning_to_the_nearest_never_costs_more():
     stable, _ = build(3, n=80, oracle="counters")
     nearest, _ = build(3, n=80, oracle="counters", reassign="nearest")
