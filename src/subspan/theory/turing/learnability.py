@@ -94,9 +94,9 @@ class Study:
     heads: int = 4
     cells: int = 8
     cap: int = 32  # entries of a count that training sees
-    tokens: int = 2_000_000
-    batch_tokens: int = 4096
-    lr: float = 2e-3
+    tokens: int = 1_500_000
+    batch_tokens: int = 1024
+    lr: float = 4e-3
     bf16: bool = False
 
 
