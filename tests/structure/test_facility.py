@@ -260,7 +260,8 @@ def test_t9_cells_are_smaller_than_gamma_radii(seed, gamma, d):
     x = model._clusters.distances.positions[model._slots()]
     apart = cdist(x, x)
     hash_, low, high = model._clusters.oracle, -10, 20
-    cells = np.stack([hash_.centres(row, low, high) for row in D])
+    radii = hash_.cell_radii(low, high)
+    cells = np.stack([hash_.centres(row, radii) for row in D])
     for q in range(low, high):
         radius = 1.2**q
         for names in cells[:, :, q - low].T:

@@ -389,11 +389,10 @@ class Clusters:
         """Add critical members to, or take them from, the sums of their clusters."""
         if len(slots):
             weights, facilities = sign * self.weights[slots], self.serving[slots]
-            before = self.inner[facilities, 0]
             np.add.at(self.inner[:, 0], facilities, weights)
             np.add.at(self.inner[:, 1], facilities, weights * self.own[slots])
-            # Where next to nothing remains, it is rounding: taken anew when needed.
-            self.inner[facilities[self.inner[facilities, 0] < 1e-6 * before]] = np.nan
+            if sign < 0:  # where next to nothing remains, it is rounding: taken anew when needed
+                self.inner[facilities[self.inner[facilities, 0] <= -1e-6 * weights]] = np.nan
 
     def _note_stars(self, hits: Hits) -> None:
         for q, i in zip(*hits, strict=True):

@@ -155,7 +155,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
             KeyError: an id that is not present (nothing is deleted then).
             ValueError: an id given twice.
         """
-        check_is_fitted(self)
+        self._state()
         ids = list(ids)
         if absent := [i for i in ids if i not in self._slot_of]:
             raise KeyError(f"client {absent[0]!r} is not present")
@@ -176,7 +176,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
             IndexError: no such facility.
             ValueError: a price that is not positive and finite.
         """
-        check_is_fitted(self)
+        self._state()
         if not 0 <= i < len(self.facilities_):
             raise IndexError(f"there is no facility {i}; there are {len(self.facilities_)}")
         self._prices(cost, 1)
@@ -186,7 +186,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
     def compact(self) -> "DynamicFacilityLocation":
         """Forget the n x m distances, to compute them from the positions when needed: O(n d) memory, slower."""
-        check_is_fitted(self)
+        self._state()
         self._clusters.distances.compact()
         return self
 
@@ -198,7 +198,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         Raises:
             ValueError: nothing is open, or X does not fit.
         """
-        check_is_fitted(self)
+        self._state()
         X = self._valid_rows(X)
         if not len(self.open_facilities_):
             raise ValueError("no facility is open, because there are no clients: insert some first")
@@ -207,7 +207,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
     def certificate(self) -> Certificate:
         """A lower bound on the cost of every solution, from this state's levels. (4) O(n m log n)."""
-        check_is_fitted(self)
+        self._state()
         slots = self._slots()
         if len(slots) == 0:
             return Certificate(0.0, 1.0, np.zeros(0), 1.0)
@@ -270,7 +270,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue exactly: parameters, arrays (copies), ids by slot and counts."""
-        check_is_fitted(self)
+        self._state()
         arrays = self._clusters.arrays() | {"places": self._clusters.distances.places.copy()}
         return {
             "params": {k: v for k, v in self.get_params().items() if k != "random_state"},
@@ -382,7 +382,8 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         self.last_update_ = UpdateReport(names, opened, closed, time.perf_counter() - began, touched)
 
     def _state(self) -> Clusters:
-        check_is_fitted(self, "_clusters")
+        if "_clusters" not in self.__dict__:  # asked first: scikit-learn's own check takes as long as half an update
+            check_is_fitted(self, "_clusters")
         return self._clusters
 
     def _slots(self) -> Slots:

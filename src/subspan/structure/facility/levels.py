@@ -22,7 +22,9 @@ def level(value: float, log_kappa: float) -> int:
 
 def levels(values: Float[np.ndarray, "*n"], log_kappa: float) -> Int64[np.ndarray, "*n"]:
     """:func:`level` of every value."""
-    return np.ceil(np.log(np.maximum(values, _TINY, dtype=np.float64)) / log_kappa - EXACT_POWER).astype(np.int64)
+    return np.ceil(np.log(np.maximum(values.astype(np.float64, copy=False), _TINY)) / log_kappa - EXACT_POWER).astype(
+        np.int64
+    )
 
 
 def guaranteed_scale(kappa: float) -> float:

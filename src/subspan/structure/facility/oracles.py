@@ -240,16 +240,23 @@ class Hash:
         self.newcomers = np.zeros(0, np.int64)  # admitted last, and perhaps not among the active clients yet
         self.starts, self.counts = np.zeros(1, np.int64), np.zeros(1, np.int64)  # by cell: its part of the arrays below
         self.probes = np.zeros(0, np.int64)  # cell by cell, its cheapest facilities
-        self.levels = np.zeros(0, np.int64)  # their radius levels
-        self.offers = np.zeros(0)
+        self.levels, self.radii = (
+            np.zeros(0, np.int64),
+            np.zeros(0),
+        )  # their radius levels, and what can be offered there
+        self.asked, self.offers = np.zeros(0), np.zeros(0)  # their prices, and the sums
         self.error = 0.0
 
-    def centres(self, row: Float[np.ndarray, "m"], low: int, high: int) -> Int64[np.ndarray, "t q"]:
-        """The centre that names the cell of a point with this row, per table and radius level; m for none. (6)"""
+    def cell_radii(self, low: int, high: int) -> Float64[np.ndarray, "t q"]:
+        """R of each table at radius levels low <= q < high. (6)"""
         radii = self.clients.kappa ** np.arange(low - self.shrunk, high - self.shrunk, dtype=np.float64)
+        return self.betas[:, None] * self.gamma / 2 * radii
+
+    def centres(self, row: Float[np.ndarray, "m"], radii: Float64[np.ndarray, "t q"]) -> Int64[np.ndarray, "t q"]:
+        """The first centre within R of a point with these distances, which names its cell; m for none. (6)"""
         ahead = -np.minimum.accumulate(row[self.orders], axis=1)  # minus the nearest so far: rises along the order
-        tables = zip(self.names, ahead, self.betas.tolist(), strict=True)
-        return np.array([name[nearest.searchsorted(-beta * self.gamma / 2 * radii)] for name, nearest, beta in tables])
+        tables = zip(self.names, ahead, -radii, strict=True)
+        return np.array([name[nearest.searchsorted(radius)] for name, nearest, radius in tables])
 
     def admit(self, slots: Slots) -> None:
         self.newcomers = slots
@@ -262,9 +269,10 @@ class Hash:
     def _find_cells(self, slots: Slots) -> None:
         if self.top == self.bottom:
             return
-        tables, steps = np.arange(len(self.orders))[:, None], np.arange(self.top - self.bottom)
+        radii = self.cell_radii(self.bottom, self.top)
+        block = (np.arange(radii.size) * self.cell_of.shape[2]).reshape(radii.shape)
         for slot, row in zip(slots, self.clients.rows(slots), strict=True):
-            self.cells[slot] = self.cell_of[tables, steps, self.centres(row, self.bottom, self.top)]
+            self.cells[slot] = self.cell_of.take(block + self.centres(row, radii))
 
     def shift(self, slots: Slots, start: Slots, stop: Slots, sign: int) -> Hits:
         low, high = _span(start, stop)
@@ -277,7 +285,7 @@ class Hash:
         return self._reached(probed) if sign > 0 else NO_HITS
 
     def _reached(self, probed: Int64[np.ndarray, "p"]) -> Hits:
-        share = self.offers[probed] / self.clients.prices[self.probes[probed]]
+        share = self.offers[probed] / self.asked[probed]
         reached = share >= _NEAR
         self.error += _rounding(share[reached])
         hits = probed[reached]
@@ -291,17 +299,17 @@ class Hash:
             steps = np.arange(low, high)
             inside = (start[:, None] <= steps) & (steps < stop[:, None])
             cells = np.where(inside[:, None, :], cells, 0)
-        cell = cells.ravel()
-        counts = self.counts[cell]
+        counts = self.counts[cells.ravel()]
         ends = np.cumsum(counts)
-        which = np.repeat(np.arange(len(cell)), counts)  # of the (client, table, level) that probes
-        probed = np.arange(ends[-1]) + np.repeat(self.starts[cell] - (ends - counts), counts)
-        client = which // (cells.shape[1] * cells.shape[2])
-        offers = self.clients.kappa ** np.arange(low - self.shrunk, high - self.shrunk, dtype=np.float64)
-        offers = offers[which % cells.shape[2]]
-        if not self.weighs:
-            offers = np.maximum(offers - self.clients.rows(slots)[client, self.probes[probed]], 0.0)
-        np.add.at(self.offers, probed, sign * self.clients.weights[slots][client] * offers)
+        probed = np.arange(ends[-1]) + np.repeat(self.starts[cells.ravel()] - (ends - counts), counts)
+        rows, weights, facilities = self.clients.rows(slots), sign * self.clients.weights[slots], self.probes[probed]
+        if len(slots) == 1:  # no sum twice
+            offers = self.radii[probed] if self.weighs else np.maximum(self.radii[probed] - rows[0][facilities], 0.0)
+            self.offers[probed] += weights * offers
+        else:
+            client = np.repeat(np.arange(len(slots)), counts.reshape(len(slots), -1).sum(axis=1))
+            offers = self.radii[probed] - (0.0 if self.weighs else rows[client, facilities])
+            np.add.at(self.offers, probed, weights[client] * np.maximum(offers, 0.0))
         return probed
 
     def _build(self, bottom: int, top: int) -> None:
@@ -309,7 +317,8 @@ class Hash:
         self.bottom, self.top = bottom, top
         m, n_tables, n_levels = len(self.clients.prices), len(self.orders), top - bottom
         rows = [self.clients.facility_row(i) for i in range(m)]
-        centre = np.stack([self.centres(row, bottom, top) for row in rows])
+        radii = self.cell_radii(bottom, top)
+        centre = np.stack([self.centres(row, radii) for row in rows])
         apart = np.concatenate([row[c].ravel() for row, c in zip(rows, centre, strict=True)])
         key = ((np.arange(n_tables * n_levels) * (m + 1)).reshape(n_tables, n_levels) + centre).ravel()
         facility = np.repeat(np.arange(m), n_tables * n_levels)
@@ -321,7 +330,8 @@ class Hash:
         self.counts = np.append(0, np.minimum(counts, self.n_probes))
         self.starts = np.cumsum(self.counts) - self.counts
         self.levels = np.repeat(np.append(0, keys // (m + 1) % n_levels + bottom), self.counts)
-        self.offers = np.zeros(len(self.probes))
+        self.radii = self.clients.kappa ** (self.levels - self.shrunk).astype(np.float64)
+        self.asked, self.offers = self.clients.prices[self.probes], np.zeros(len(self.probes))
         self.cell_of = np.zeros((n_tables, n_levels, m + 1), np.int32)
         self.cell_of.ravel()[keys] = np.arange(1, len(keys) + 1)
         self.cells = np.zeros((len(self.cells), n_tables, n_levels), np.int32)
