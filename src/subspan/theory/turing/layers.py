@@ -113,10 +113,11 @@ class Layer(nn.Module):
         new = rounded(x.index_select(-1, self.out) + rounded(heads, how.dtype), how.dtype)
         return x.index_copy(-1, self.out, denoised(new, how.dtype) if how.selective else new)
 
-    def weights(self, x: Float[Tensor, "b n d"], how: Arithmetic) -> Float[Tensor, "b h n n"]:
-        """The attention weights, whole: for looking at, on short contexts."""
+    def weights(self, x: Float[Tensor, "b n d"], how: Arithmetic, last: int | None = None) -> Float[Tensor, "b h m n"]:
+        """The attention weights of the ``last`` tokens, or of all, to look at."""
         q, kv = self._split(x)
-        scores = _causal_scores(q, kv[..., : self.widths[0]], 0)
+        first = 0 if last is None else max(0, x.shape[1] - last)
+        scores = _causal_scores(q[:, :, first:], kv[..., : self.widths[0]], first)
         if how.attention == "softmax":
             return _softmax(scores, how)
         if how.attention == "sparse1":

@@ -177,7 +177,7 @@ class Run:
             for layer, x in zip(model.layers, states, strict=False):
                 if not layer.heads:
                     continue
-                weights = layer.weights(x, model.how)[0, :, position]
+                weights = layer.weights(x, model.how, last=1)[0, :, 0]
                 for head, row in zip(layer.heads, weights, strict=True):
                     at = torch.nonzero(row >= row.max() / 2)[:, 0]
                     if x[0, at][:, list(head.v)].any():
@@ -212,49 +212,57 @@ class Run:
 
     def page(self, max_rows: int = 400) -> Page:
         """The run as one self-contained page: tapes, heads, tokens, and which earlier tokens each head read."""
-        model, tapes = self.model, range(1, self.model.machine.tapes + 1)
-        configurations = [c for _, c in self._configurations()]
-        heads = {
-            f"tape {k}": Curve(range(len(configurations)), [c.heads[k - 1] for c in configurations]) for k in tapes
+        heads = [c.heads for _, c in self._configurations()]
+        lines = {
+            f"tape {k + 1}": Curve(range(len(heads)), [head[k] for head in heads])
+            for k in range(self.model.machine.tapes)
         }
-        facts = [["input", "".join(self.word)], ["output", self.output], ["steps", self.steps]]
-        facts += [
-            ["tokens", len(self.tokens)],
-            ["contexts", len(self.segments)],
-            ["smallest logit margin", self.margin],
-        ]
-        facts += [["mode", model.mode], ["position bits", model.bits], ["attention", model.how.attention]]
-        last = self.segments[-1].tokens
-        position = max(i for i, t in enumerate(last) if t.kind in ("run", "einp", "esumm") or i == len(last) - 1)
         text = self.text().splitlines()
         if len(text) > max_rows:
-            text = [*text[: max_rows // 2], f"... {len(text) - max_rows} lines left out ...", *text[-(max_rows // 2) :]]
-        reads = [[layer, name, _positions(at), _shown(at, last)] for layer, name, at in self.reads(position)]
-        held = [[name, str(value)] for name, value in self.registers_at(len(model.layers), position).items()]
-        sizes = [[row["quantity"], row["measured"], row["formula"]] for row in model.size_report()]
+            half = max_rows // 2
+            text = [*text[:half], f"... {len(text) - 2 * half} lines left out ...", *text[-half:]]
+        figure = Figure(curves(lines, xlabel="step", ylabel="head"), "Head positions.")
+        sizes = [[row["quantity"], row["measured"], row["formula"]] for row in self.model.size_report()]
         return Page(
             f"A transformer runs on {''.join(self.word) or 'the empty word'}",
             [
-                Section("Result", [Table(["", "value"], facts)]),
-                Section(
-                    "Tapes",
-                    [
-                        Figure(curves(heads, xlabel="step", ylabel="head"), "Head positions."),
-                        Code("\n".join(text)),
-                    ],
-                ),
-                Section("Tokens", [Table(["position", "token", "written from"], self._token_rows(max_rows))]),
-                Section(
-                    f"Inside token {position}",
-                    [
-                        Text(f"{last[position]} (position {position} of the last context)."),
-                        Table(["layer", "register", "positions read", "tokens read"], reads),
-                        Table(["register", "at the end"], held),
-                    ],
-                ),
+                Section("Result", [Table(["", "value"], self._facts())]),
+                Section("Tapes", [figure, Code("\n".join(text))]),
+                Section("Tokens", [Table(["position", "token", "read from"], self._token_rows(max_rows))]),
+                self._inside(),
                 Section("Sizes", [Table(["quantity", "measured", "formula"], sizes)]),
             ],
             lead="Every token was predicted by the compiled network; the tapes are what the tokens say.",
+        )
+
+    def _facts(self) -> list[list[Any]]:
+        model = self.model
+        return [
+            ["input", "".join(self.word)],
+            ["output", self.output],
+            ["steps", self.steps],
+            ["tokens", len(self.tokens)],
+            ["contexts", len(self.segments)],
+            ["smallest logit margin", self.margin],
+            ["mode", model.mode],
+            ["position bits", model.bits],
+            ["attention", model.how.attention],
+            ["activations", str(model.how.dtype or "exact")],
+        ]
+
+    def _inside(self) -> Section:
+        """What the last run token read, and what it holds at the end."""
+        tokens = self.segments[-1].tokens
+        position = max((i for i, t in enumerate(tokens) if t.kind == "run"), default=len(tokens) - 1)
+        reads = [[layer, name, _positions(at), _shown(at, tokens)] for layer, name, at in self.reads(position)]
+        held = self.registers_at(len(self.model.layers), position)
+        return Section(
+            f"Inside token {position}",
+            [
+                Text(f"{tokens[position]}: position {position} of the last context."),
+                Table(["layer", "register", "positions read", "tokens read"], reads),
+                Table(["register", "at the end"], [[name, str(value)] for name, value in held.items()]),
+            ],
         )
 
     def _token_rows(self, max_rows: int) -> list[list[Any]]:
@@ -266,12 +274,12 @@ class Run:
             states = model.states(model.encode([tokens]))
             before = next(x for i, x in enumerate(states) if i == at - 1)
             layer = model.layers[at - 1]
-            weights = layer.weights(before, model.how)[0]
+            weights = layer.weights(before, model.how, last=max_rows)[0]
         coords = [model.circuit[name][0] for name in names]
         chosen = [weights[h].argmax(-1).tolist() for h, head in enumerate(layer.heads) if head.out[0] in coords]
         rows = []
         for i in range(start, len(tokens)):
-            found = {row[i] for row in chosen} - {0}  # position 0 means: never written
+            found = {row[i - start] for row in chosen} - {0}  # position 0 means: never written
             rows.append([i, str(tokens[i]), ", ".join(f"{j}: {tokens[j]}" for j in sorted(found)) or None])
         return rows
 
@@ -296,7 +304,7 @@ def read_registers(model: "CompiledTransformer", x: Sequence[float]) -> dict[str
         elif stem.endswith("symbol") or stem == "read":
             out[name] = names["symbol"].get(held, held)
         elif stem.endswith("move"):
-            out[name] = moves[held]
+            out[name] = moves.get(held, held)
         elif stem.endswith("bit") or stem == "tape_head":
             out[name] = int(held[0] == 1)
         elif len(held) == 1:
