@@ -471,6 +471,7 @@ def test_the_optimum_is_that_of_all_subsets():
         ({}, {"facilities": np.zeros((0, 2))}, "0 sample"),
         ({}, {"facilities": np.zeros((3, 5))}, "facilities have 5 coordinates, but X has 2"),
         ({}, {"facilities": np.full((3, 2), np.inf)}, "facilities contains infinity"),
+        ({}, {"facilities": np.full((3, 2), 1e160)}, "facilities holds coordinates whose squares overflow"),
         ({}, {"sample_weight": [1.0, 0.0, 1.0, 1.0]}, "sample_weight must be positive"),
         ({}, {"ids": [1, 2, 3]}, "3 ids were given for 4 rows"),
         ({}, {"ids": [1, 2, 3, 1]}, "ids holds an id twice"),
@@ -491,6 +492,8 @@ def test_updates_that_do_not_fit_change_nothing():
     for wrong in (np.full((1, 2), np.nan), np.full((1, 2), np.inf), np.zeros((1, 3))):
         with pytest.raises(ValueError, match=r"NaN|infinity|features"):
             model.partial_fit(wrong)
+    with pytest.raises(ValueError, match="X holds coordinates whose squares overflow"):
+        model.partial_fit(np.full((1, 2), -1e160))
     with pytest.raises(ValueError, match="client 3 is present already"):
         model.partial_fit(np.zeros((2, 2)), ids=[9, 3])
     with pytest.raises(KeyError, match="client 'nobody' is not present"):

@@ -125,6 +125,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         places = X if facilities is None else check_array(_plain(facilities), dtype="float64", input_name="facilities")
         if places.shape[1] != X.shape[1]:
             raise ValueError(f"facilities have {places.shape[1]} coordinates, but X has {X.shape[1]}")
+        _check_squares(places, "facilities")
         self._start(places, self._prices(opening_cost, len(places)))
         self._insert(X, ids, sample_weight)
         self.n_client_moves_ = self.n_facility_moves_ = 0  # building is not recourse
@@ -364,6 +365,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
             raise ValueError(f"client {present[0]!r} is present already; forget it first")
         if len(set(names)) < len(names):
             raise ValueError("ids holds an id twice")
+        _check_squares(X, "X")
         weights = np.ones(len(X)) if sample_weight is None else _check_sample_weight(_plain(sample_weight), X)
         if not (weights > 0).all():
             raise ValueError("sample_weight must be positive; leave out clients of weight 0")
@@ -394,6 +396,11 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 def _plain(values: Any) -> Any:
     """A torch tensor, of any device and floating type, as an array; anything else as it is."""
     return values.detach().cpu().double().numpy() if hasattr(values, "detach") else values
+
+
+def _check_squares(x: Float64[np.ndarray, "n d"], name: str) -> None:
+    if not np.isfinite(np.vdot(x, x)):
+        raise ValueError(f"{name} holds coordinates whose squares overflow (about 1e154): choose a larger unit")
 
 
 def _id_list(ids: Any) -> list[Hashable]:
