@@ -4,8 +4,8 @@ One JSON line per figure: {"name", "ratio", "bar", "better", "peer"}. One proces
 of the rounds. ``--quick`` repeats less.
 
 The plain model loops over heads, builds a mask for each, and predicts one token from the whole prefix; its compiler
-makes a dense row per neuron and concatenates after every gadget. It is written here from that description, on our heads and
-neurons, and predicts the same tokens.
+makes a dense row per neuron and concatenates after every gadget. It is written here from that description, on our heads
+and neurons, and predicts the same tokens.
 """
 
 import argparse
