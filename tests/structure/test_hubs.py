@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sklearn.base import clone
 
@@ -119,6 +119,7 @@ def test_j4_one_population_or_equal_ones_give_ipc(seed, K):
 
 @problems
 @given(seed=seeds, shift=st.floats(-2, 50), factor=st.floats(0.01, 100))
+@example(seed=13, shift=30.0, factor=0.02)  # M is fractional here, and so depends on what mu is relative to
 def test_j5_shifts_add_c_s_and_scales_multiply_without_moving_m(seed, shift, factor):
     K, p, s = sizes(seed)
     S = matrices(seed, K, p)
@@ -333,6 +334,21 @@ def test_the_authors_solver_descends_to_above_the_bound_and_polish_reaches_below
     assert len(reference.values) == 500
     assert reference.value == reference.values[-1]
     assert float(traces(S, reference.V).max()) == pytest.approx(reference.value)
+
+
+def test_the_authors_steps_are_taken_as_published():
+    """Seven steps in plain numpy: largest trace, tangent projection, 0.1 / log(t + 2), polar factor."""
+    S, start = matrices(1, 3, 6), stiefel(1, 6, 2)
+    V = start.numpy()
+    for t in range(2, 9):
+        k = int(np.argmax([np.trace(V.T @ s @ V) for s in S.numpy()]))
+        u = 2 * S[k].numpy() @ V
+        left, _, right = np.linalg.svd(V - 0.1 / np.log(t + 2) * (u - V @ (V.T @ u + u.T @ V) / 2), full_matrices=False)
+        V = left @ right
+    run = subgradient_descent(S, start, steps=8)  # eight values, seven steps between them
+    np.testing.assert_allclose(run.V.numpy(), V, atol=1e-12)
+    assert len(run.values) == 8
+    assert float(run.lead.sum()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
