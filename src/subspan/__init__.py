@@ -14,7 +14,6 @@ __all__ = [
     "claims",
     "data",
     "linalg",
-    "models",
     "optim",
     "pages",
     "privacy",

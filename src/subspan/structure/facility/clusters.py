@@ -375,24 +375,24 @@ class Clusters:
     def _enter(self, slots: Slots, start: Slots, new: Int64[np.ndarray, "n"]) -> None:
         """Clients on their way to these levels become eligible from ``start`` on."""
         stop = new - (self.slack - 1)
-        some = start < stop
-        if some.any():
+        some = np.flatnonzero(start < stop)
+        if len(some):
             self._note_stars(self.oracle.shift(slots[some], start[some], stop[some], 1))
 
     def _leave(self, slots: Slots, start: Slots, stop: Slots) -> None:
         """Clients cease to be eligible at start <= q < stop."""
-        some = start < stop
-        if some.any():
+        some = np.flatnonzero(start < stop)
+        if len(some):
             self.oracle.shift(slots[some], start[some], stop[some], -1)
 
     def _add_inner(self, slots: Slots, sign: int) -> None:
         """Add critical members to, or take them from, the sums of their clusters."""
-        if len(slots):
-            weights, facilities = sign * self.weights[slots], self.serving[slots]
-            np.add.at(self.inner[:, 0], facilities, weights)
-            np.add.at(self.inner[:, 1], facilities, weights * self.own[slots])
-            if sign < 0:  # where next to nothing remains, it is rounding: taken anew when needed
-                self.inner[facilities[self.inner[facilities, 0] <= -1e-6 * weights]] = np.nan
+        weights = self.weights[slots]
+        paid = weights * self.own[slots]
+        for i, w, d in zip(self.serving[slots].tolist(), weights.tolist(), paid.tolist(), strict=True):
+            self.inner[i] += sign * w, sign * d
+            if sign < 0 and self.inner[i, 0] < 1e-6 * w:  # what remains is rounding: taken anew when needed
+                self.inner[i] = np.nan
 
     def _note_stars(self, hits: Hits) -> None:
         for q, i in zip(*hits, strict=True):
@@ -441,6 +441,8 @@ class Clusters:
     def _changes(self, touched: int) -> Changes:
         """What differs between now and the beginning of the update, whatever happened in between."""
         moved = np.zeros(0, np.int64)
+        if not self._history and not self._opened_before:
+            return Changes(moved, [], [], touched)
         if self._history:
             slots = np.concatenate([slots for slots, _ in self._history])
             slots, first = np.unique(slots, return_index=True)

@@ -27,9 +27,8 @@ class Distances:
         """Distances of centred points to all facilities, rounded to the working precision."""
         total = np.einsum("nd,nd->n", x, x)[:, None] + self.squares
         squared = total - 2.0 * (x @ self.places.T)
-        near = squared < _CANCELLED * total
-        if near.any():
-            row, column = np.nonzero(near)
+        row, column = np.nonzero(squared < _CANCELLED * total)
+        if len(row):
             difference = x[row] - self.places[column]
             squared[row, column] = np.einsum("nd,nd->n", difference, difference)
         return np.sqrt(squared, out=squared).astype(self.dtype, copy=False)

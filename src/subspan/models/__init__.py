@@ -1,1 +1,0 @@
-"""Networks that mix through a bottleneck."""
