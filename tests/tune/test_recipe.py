@@ -291,6 +291,14 @@ def test_private_runs_state_their_budget_and_log_no_private_loss(settings, tmp_p
         assert word in page
 
 
+@pytest.mark.parametrize(("batch", "limit", "parts"), [(16, 16, 1), (16, 15, 2), (18, 5, 6), (7, 3, 7)])
+def test_the_twin_needs_no_more_memory_than_the_private_run(settings, batch, limit, parts):
+    from subspan.tune.recipe import _parts
+
+    private = {"method": "naive", "physical_batch": limit}
+    assert _parts(parse(settings(batch_size=batch, privacy=private))) == parts
+
+
 def test_the_plan_counts_parameters_steps_and_noise_without_loading_weights(settings, tmp_path):
     private = {"epsilon": 8.0, "delta": 1e-3}
     config = parse(settings("classification", privacy=private, adapter={"targets": ["query"]}))

@@ -91,7 +91,9 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
     private = config.privacy
     if private is not None and private.twin:
         display.say("the same run without privacy, for comparison")
-        twin = config.model_copy(update={"privacy": None, "output": config.output / "twin"})
+        twin = config.model_copy(
+            update={"privacy": None, "output": config.output / "twin", "accumulate": _parts(config)}
+        )
         twin_summary = tune(twin, fresh=fresh, display=display)
         summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
     if processes.is_main_process:
@@ -101,6 +103,13 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         folder.finish(summary)
     processes.wait_for_everyone()
     return summary
+
+
+def _parts(config: Config) -> int:
+    """Equal parts of a batch that hold no more rows than a private forward pass does."""
+    assert config.privacy is not None
+    size, limit = config.batch_size, config.privacy.physical_batch
+    return next(k for k in range(1, size + 1) if size % k == 0 and size // k <= limit)
 
 
 def _train(config: Config, folder: RunFolder, display: Display, started: bool) -> dict[str, Any]:
