@@ -118,8 +118,7 @@ def test_the_code_in_the_report_loads_the_trained_model(settings, sentence_encod
     scope = {}
     exec(code, scope)
     task, rows = load_task(config)
-        "SentenceClassifier" if kind == "sentence" else type(scope["base"]).__name__
-    )
+    assert (type(scope["base"]).__name__ == "SentenceClassifier") == (kind == "sentence")
     assert loss_of(task, scope["model"], rows.test) == pytest.approx(summary["after"]["loss"], abs=1e-4)
 
 
