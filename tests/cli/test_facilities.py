@@ -183,7 +183,7 @@ def test_progress_shows_how_things_stand(stream, tmp_path, monkeypatch):
     monkeypatch.setattr("subspan.structure.facility.stream._SHOW_EVERY", 0.0)
     seen = []
     run_stream(config(stream, window=50), out=tmp_path / "o", progress=seen.append)
-    assert [standing.rows for standing in seen] == list(range(1, 401))
+    assert [standing.rows for standing in seen] == [*range(1, 401), 400]  # and once at the end
     assert seen[-1].clients == 50
     view = _view(seen[-1])
     assert "400" in next(iter(view.columns[1].cells))

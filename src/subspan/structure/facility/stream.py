@@ -99,6 +99,8 @@ def run_stream(
         run.save()  # everything up to the row before
         raise
     run.save()
+    if progress:
+        progress(run.standing())
     return run.finish()
 
 
