@@ -297,7 +297,7 @@ CLAIM = Claim(
         "The margins of (b) and (c) are those of a prototype whose learning rates were chosen on the test split from "
         "grids that differed by method. Its grid for AdamW seems to have missed 0.03, where AdamW has a narrow peak: "
         "at 0.02 we measure the prototype's figures for it. On one common grid, chosen on a validation split, a tuned "
-        "AdamW is as good as PRISM, within the two points or so that five seeds leave; what remains is that PRISM "
+        "AdamW is as good as PRISM or a little better (five seeds leave two points or so); what remains is that PRISM "
         "forgives the choice of the learning rate (e, f) and of the gauge (a). (f) was added after seeing seeds 0 to 4 "
         "and checked on seeds 5 to 9. Choosing a learning rate on private data costs budget that no method here is "
         "charged for. Without privacy LoRA+ is best, as in the paper."
