@@ -168,7 +168,10 @@ def test_ctrl_c_gives_130_and_the_same_command_resumes(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     command = [sys.executable, str(script), "claims", "run", "slow", "--json", "--jobs", "1", "--runs", str(tmp_path)]
-    process = subprocess.Popen([*command, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background job ignores it
+    )  # fmt: skip
     lines = tmp_path / "slow" / "full.jsonl"
     deadline = time.monotonic() + 60
     while not (lines.exists() and lines.read_bytes().endswith(b"\n")) and time.monotonic() < deadline:
