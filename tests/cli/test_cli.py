@@ -170,7 +170,7 @@ def test_ctrl_c_gives_130_and_the_same_command_resumes(tmp_path):
     command = [sys.executable, str(script), "claims", "run", "slow", "--json", "--jobs", "1", "--runs", str(tmp_path)]
     process = subprocess.Popen(
         [*command, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
     )  # fmt: skip
     lines = tmp_path / "slow" / "full.jsonl"
     deadline = time.monotonic() + 60
