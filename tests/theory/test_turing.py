@@ -61,7 +61,8 @@ def longest(contexts: list[Segment]) -> int:
 
 @pytest.mark.parametrize("more", [0, 2, 4])
 def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(more: int) -> None:
-    for machine, word in random_runs(100, random_state=more):
+    # 180 machines here; the claim checks 201 more, in every arithmetic
+    for machine, word in random_runs(60, random_state=more):
         bits = needed_bits(machine, word, "cot") + more
         found = compile_machine(machine, bits, factored_vocab=True).check(word)
         steps = len(machine.run(word).steps)
@@ -71,7 +72,7 @@ def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(more: i
 
 def test_t2_every_claimed_token_of_random_machines_with_summaries() -> None:
     most = 0
-    for machine, word in random_runs(60, least_steps=4, random_state=7):
+    for machine, word in random_runs(40, least_steps=4, random_state=7):
         bits = needed_bits(machine, word, "scot")
         model = compile_machine(machine, bits, "scot", factored_vocab=True)
         contexts = segments(machine, word, bits, "scot")
@@ -308,7 +309,7 @@ def test_t9_a_prefix_run_equals_an_incremental_one() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_t10_free_running_addition(mode: str) -> None:
     rng = np.random.default_rng(3)
-    pairs = rng.integers(0, 256, size=(200, 2))
+    pairs = rng.integers(0, 256, size=(200, 2))[MODES.index(mode) :: 2]  # half of the 200 for each mode
     words = [f"{a:b}+{b:b}" for a, b in pairs]
     bits = max(needed_bits(binary_addition(), word, mode) for word in words)
     model = compile_machine(binary_addition(), bits, mode, factored_vocab=True)
@@ -724,7 +725,7 @@ def test_a_large_vocabulary_is_refused_unless_factored() -> None:
     machine = random_machine(4, 9, 8, random_state=1)
     with pytest.raises(VocabularyTooLarge, match=r"2,98\d,\d{3} tokens"):
         compile_machine(machine, 4)
-    model = compile_machine(machine, 8, factored_vocab=True)
+    model = compile_machine(machine, 4, factored_vocab=True)
     with pytest.raises(ValueError, match="use predict"):
         model(torch.zeros(1, 3, dtype=torch.long))
 
