@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from subspan.errors import NonFinite
 from subspan.linalg import SVD, LowRank, TangentSpace, orthonormalise, procrustes, spectral_function
-from subspan.privacy.starts import tangent_space
+from subspan.privacy.starts import tangent_space, unbalanced
 from subspan.surgery import FactorPair
 
 log = logging.getLogger(__name__)
@@ -356,9 +356,7 @@ class Prism(Optimizer):
 
         space = tangent_space(z, ", ".join(pair.name for pair in pairs))
         gradient = space.coordinates(gA, gB)
-        # Storage in half precision alone unbalances the factors by a few units of round-off: that is no edit.
-        tolerance = max(1e-3, 8 * torch.finfo(pairs[0].param_A.dtype).eps)
-        z, space = canonical_gauge(z, space, frame, (t == 1) | (z.imbalance() > tolerance))
+        z, space = canonical_gauge(z, space, frame, (t == 1) | unbalanced(z, pairs[0].param_A.dtype))
         uA, uB = space.lift(gradient)
         a, b = Moments(first_A, second_A), Moments(first_B, second_B)
         if group["adaptive"]:

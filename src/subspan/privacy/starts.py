@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from subspan.linalg import LowRank, TangentSpace, random_orthonormal, randomized_svd
 from subspan.surgery import FactorPair, base_layer, weight_matrix
@@ -12,6 +13,14 @@ def _check_rank(pair: FactorPair) -> None:
     m, n, r = pair.shape
     if r > min(m, n):
         raise ValueError(f"{pair.name}: rank {r} exceeds min(m, n) = {min(m, n)}; lower r for this layer")
+
+
+def unbalanced(z: LowRank, stored: torch.dtype) -> Tensor:
+    """Whether |AᵀA - BᵀB| is more than PRISM's own steps leave, so that someone edited the factors (bool, by batch).
+
+    Storage in half precision alone unbalances factors by a few units of round-off: that is no edit.
+    """
+    return z.imbalance() > max(1e-3, 8 * torch.finfo(stored).eps)
 
 
 def tangent_space(z: LowRank, names: str) -> TangentSpace:

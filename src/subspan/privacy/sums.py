@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from subspan.linalg import nearest_orthogonal
-from subspan.privacy.starts import tangent_space
+from subspan.privacy.starts import tangent_space, unbalanced
 from subspan.surgery import FactorPair
 from subspan.surgery.per_example import (
     ExampleGradients,
@@ -125,8 +125,7 @@ class TangentSum:
         dtype = torch.promote_types(self.pair.param_A.dtype, torch.float32)
         z = self.pair.low_rank(dtype)
         space = tangent_space(z, self.name)
-        tolerance = max(1e-3, 8 * torch.finfo(self.pair.param_A.dtype).eps)
-        if not canonical and bool(z.imbalance() <= tolerance):
+        if not canonical and not bool(unbalanced(z, self.pair.param_A.dtype)):
             q = nearest_orthogonal(space.TA)  # TA = S^{1/2} Q
             space = replace(space, U=space.U @ q, V=space.V @ q, TA=q.mT @ space.TA, TB=q.mT @ space.TB)
         self.space = space

@@ -18,7 +18,7 @@ from subspan.tune.config import Config
 from subspan.tune.folder import RunFolder
 from subspan.tune.part import Part, Run
 from subspan.tune.parts import assemble
-from subspan.tune.sentence import SentenceClassifier, pools_by_mean
+from subspan.tune.sentence import classifier_class
 from subspan.tune.tasks import CausalLM, Classification, Row
 
 
@@ -304,16 +304,15 @@ def load_tokenizer(config: Config) -> Any:
 
 def load_model(config: Config, labels: Sequence[str], *, meta: bool = False) -> nn.Module:
     """The base model on the CPU, with a new head for classification; with ``meta`` its structure, without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from subspan.data import model_source
 
     source = model_source(config.model)
     factory: Any = AutoModelForCausalLM
-    if config.task == "classification":
-        factory = SentenceClassifier if pools_by_mean(source.path) else AutoModelForSequenceClassification
     options: dict[str, Any] = {}
     if config.task == "classification":
+        factory = classifier_class(source.path)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {name: i for i, name in enumerate(labels)}
     try:

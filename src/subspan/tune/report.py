@@ -14,7 +14,7 @@ from subspan.pages.plots import Curve, bars, curves, spectra
 from subspan.surgery import BaseShift, FactorPair, role_of, weight_matrix
 from subspan.tune.config import Config, dump
 from subspan.tune.folder import RunFolder
-from subspan.tune.sentence import pools_by_mean
+from subspan.tune.sentence import SentenceClassifier, classifier_class
 
 _SHOWN = 32  # singular values kept per layer
 
@@ -171,9 +171,10 @@ def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Se
     home, kind, options = "transformers", "AutoModelForCausalLM", "gguf_file=source.gguf_file"
     words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
     if config.task == "classification":
-        kind, options = "AutoModelForSequenceClassification", f"num_labels={len(summary['facts']['data']['labels'])}"
-        if pools_by_mean(source.path):
-            home, kind = "subspan.tune", "SentenceClassifier"
+        wanted = classifier_class(source.path)
+        kind, options = wanted.__name__, f"num_labels={len(summary['facts']['data']['labels'])}"
+        if wanted is SentenceClassifier:
+            home = "subspan.tune"
             words = (
                 "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
             )

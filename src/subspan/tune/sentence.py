@@ -24,6 +24,13 @@ def pools_by_mean(path: str) -> bool:
         return bool(json.load(file).get("pooling_mode_mean_tokens"))
 
 
+def classifier_class(path: str) -> Any:
+    """What loads a model folder or hub name as a classifier: it has ``from_pretrained`` and ``from_config``."""
+    from transformers import AutoModelForSequenceClassification
+
+    return SentenceClassifier if pools_by_mean(path) else AutoModelForSequenceClassification
+
+
 class SentenceClassifier(nn.Module):
     """A linear head on the mean of an encoder's last hidden states (d) over the tokens that are no padding.
 

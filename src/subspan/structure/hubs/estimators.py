@@ -1,6 +1,7 @@
 """Hub detectors as scikit-learn estimators: joint (JIC-HD), pooled, and one population at a time (IPC-HD)."""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from subspan.structure.hubs.stiefel import random_starts, subgradient_descent, t
 _CHECKS: dict[str, Any] = {"dtype": np.float64, "ensure_min_samples": 2}
 
 
-class HubDetector(BaseEstimator):
+class HubDetector(BaseEstimator, ABC):
     """What the detectors share: from data to matrices, and from a subspace to hubs. Not used by itself.
 
     A variable's influence is the diagonal of a matrix M with 0 <= M <= I and trace s: its squared loading on the s
@@ -181,8 +182,9 @@ class HubDetector(BaseEstimator):
 
     # ------------------------------------------------------------------------------------------------------- inside
 
+    @abstractmethod
     def _solve(self, S: Tensor, s: int, sizes: list[int] | None) -> JointSubspace:
-        raise NotImplementedError
+        """The subspace of s directions for the K matrices S (K, p, p)."""
 
     def _checked(self, X: Any) -> np.ndarray:
         return validate_data(self, X, **_CHECKS)  # pyright: ignore[reportReturnType]
