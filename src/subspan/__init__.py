@@ -14,6 +14,7 @@ __all__ = [
     "claims",
     "data",
     "linalg",
+    "models",
     "optim",
     "pages",
     "privacy",

@@ -1,0 +1,1 @@
+"""Networks that mix through a bottleneck."""
