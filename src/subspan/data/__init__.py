@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subspan.data.assets import ASSETS, Asset, ModelSource, asset_path, find_asset, installed, model_source
     from subspan.data.expression import Expression, golub, leukemia_all
+    from subspan.data.graphs import Graph, blogcatalog, contextual_sbm, digits_graphs, homophilous_edges
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
+    from subspan.data.shared import shared_file
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
     from subspan.data.tables import NumberTable, iterate_rows, read_numbers
     from subspan.data.text import Labels, Splits, limit_words, load_reviews, load_text, pick_columns, split_data
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "assets": ("ASSETS", "Asset", "ModelSource", "asset_path", "find_asset", "installed", "model_source"),
     "expression": ("Expression", "golub", "leukemia_all"),
+    "graphs": ("Graph", "blogcatalog", "contextual_sbm", "digits_graphs", "homophilous_edges"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
+    "shared": ("shared_file",),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
     "tables": ("NumberTable", "iterate_rows", "read_numbers"),
     "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
@@ -29,6 +33,7 @@ __all__ = [
     "Asset",
     "DomainShift",
     "Expression",
+    "Graph",
     "Images",
     "Labels",
     "MisalignedMap",
@@ -36,10 +41,14 @@ __all__ = [
     "NumberTable",
     "Splits",
     "asset_path",
+    "blogcatalog",
+    "contextual_sbm",
     "digits",
     "digits_domain_shift",
+    "digits_graphs",
     "find_asset",
     "golub",
+    "homophilous_edges",
     "installed",
     "iterate_rows",
     "leukemia_all",
@@ -51,6 +60,7 @@ __all__ = [
     "model_source",
     "pick_columns",
     "read_numbers",
+    "shared_file",
     "split_data",
 ]
 
