@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subspan.linalg import Subspace, effective_rank, random_orthonormal, singular_values, spectral_entropy, stable_rank
+from subspan.linalg import (
+    Subspace,
+    effective_rank,
+    energy_rank,
+    random_orthonormal,
+    singular_values,
+    spectral_entropy,
+    stable_rank,
+)
 
 SEEDS = st.integers(0, 2**31)
 CLOSE = dict(atol=1e-10, rtol=0)
@@ -134,3 +142,13 @@ def test_singular_values_are_those_of_the_svd_in_float64(m: int, n: int, seed: i
     assert s.dtype == torch.float64
     torch.testing.assert_close(s, torch.linalg.svdvals(x.double()).flip(0), atol=1e-7 * float(s.max()), rtol=0)
     assert torch.equal(singular_values(torch.zeros(m, n)), torch.zeros(min(m, n), dtype=torch.float64))
+
+
+def test_energy_rank_of_the_poisson_spectrum_and_at_its_ends() -> None:
+    s = torch.arange(1, 5001, dtype=torch.float64) ** -2  # of the Green's function of a second derivative
+    assert [int(energy_rank(s, energy)) for energy in (0.99, 0.999, 0.999999)] == [3, 7, 68]
+    flat = torch.ones(2, 4, dtype=torch.float64)
+    assert [energy_rank(flat, energy).tolist() for energy in (0.25, 0.26, 1.0)] == [[1, 1], [2, 2], [4, 4]]
+    assert energy_rank(torch.zeros(3)) == 0
+    with pytest.raises(ValueError, match="share of the whole"):
+        energy_rank(s, 0.0)

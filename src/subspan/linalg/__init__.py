@@ -30,7 +30,14 @@ from subspan.linalg.spectra import (
     spectral_density,
     spectral_function,
 )
-from subspan.linalg.subspace import Subspace, effective_rank, singular_values, spectral_entropy, stable_rank
+from subspan.linalg.subspace import (
+    Subspace,
+    effective_rank,
+    energy_rank,
+    singular_values,
+    spectral_entropy,
+    stable_rank,
+)
 
 __all__ = [
     "SVD",
@@ -47,6 +54,7 @@ __all__ = [
     "TangentSpace",
     "TangentVector",
     "effective_rank",
+    "energy_rank",
     "fix_signs",
     "lanczos",
     "leading_eigh",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from subspan.linalg.orthogonal import orthonormalise
@@ -114,3 +114,15 @@ def effective_rank(s: Float[Tensor, "*b k"]) -> Float[Tensor, "*b"]:
     It is k for a flat spectrum, 1 for rank one, and 0 for a zero matrix.
     """
     return torch.where(s.amax(-1) > 0, _entropy(s).exp(), torch.zeros_like(s[..., 0]))
+
+
+def energy_rank(s: Float[Tensor, "*b k"], energy: float = 0.99) -> Int[Tensor, "*b"]:
+    """The smallest k such that the first k of the descending singular values hold this share of sum s².
+
+    0 for a zero matrix. For the whole range of shares see ``effective_rank``, which needs none.
+    """
+    if not 0 < energy <= 1:
+        raise ValueError(f"energy is a share of the whole, above 0 and at most 1, got {energy}")
+    held = s.square().cumsum(-1)
+    total = held[..., -1:]
+    return ((held < energy * total).sum(-1, keepdim=True) + (total > 0)).squeeze(-1)
