@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from subspan.data.expression import Expression, golub, leukemia_all
     from subspan.data.graphs import Graph, blogcatalog, contextual_sbm, digits_graphs, homophilous_edges
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
+    from subspan.data.neural import CountTrials, LatentSeries, MotorCortex, lorenz_thomas, motor_cortex, rotating_counts
+    from subspan.data.pde import DarcyFlow, DarcyGenerator, NavierStokesGenerator, Vorticity
     from subspan.data.shared import shared_file
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
     from subspan.data.tables import NumberTable, iterate_rows, read_numbers
@@ -21,7 +23,9 @@ _HOMES = {
     "expression": ("Expression", "golub", "leukemia_all"),
     "graphs": ("Graph", "blogcatalog", "contextual_sbm", "digits_graphs", "homophilous_edges"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
+    "neural": ("CountTrials", "LatentSeries", "MotorCortex", "lorenz_thomas", "motor_cortex", "rotating_counts"),
     "shared": ("shared_file",),
+    "pde": ("DarcyFlow", "DarcyGenerator", "NavierStokesGenerator", "Vorticity"),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
     "tables": ("NumberTable", "iterate_rows", "read_numbers"),
     "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
@@ -31,15 +35,22 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "ASSETS",
     "Asset",
+    "CountTrials",
+    "DarcyFlow",
+    "DarcyGenerator",
     "DomainShift",
     "Expression",
     "Graph",
     "Images",
     "Labels",
+    "LatentSeries",
     "MisalignedMap",
     "ModelSource",
+    "MotorCortex",
+    "NavierStokesGenerator",
     "NumberTable",
     "Splits",
+    "Vorticity",
     "asset_path",
     "blogcatalog",
     "contextual_sbm",
@@ -55,11 +66,14 @@ __all__ = [
     "limit_words",
     "load_reviews",
     "load_text",
+    "lorenz_thomas",
     "misaligned_linear_map",
     "mnist5k",
     "model_source",
+    "motor_cortex",
     "pick_columns",
     "read_numbers",
+    "rotating_counts",
     "shared_file",
     "split_data",
 ]
