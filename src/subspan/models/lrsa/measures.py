@@ -8,7 +8,7 @@ from torch import Tensor
 
 from subspan.linalg import LowRank, energy_rank
 from subspan.models.lrsa.attention import relative_mass
-from subspan.models.lrsa.mixers import LowRankMixer, LRSAAttention
+from subspan.models.lrsa.mixers import LowRankMixer, LRSAAttention, zero_invalid
 from subspan.models.lrsa.operator import LRSABlock, LRSAOperator
 
 
@@ -91,7 +91,7 @@ def diagnose(
     dead, fewer do.
     """
     valid = more.get("valid")
-    points = {"mass": more.get("mass"), "valid": valid, "pos": x}
+    points = {"mass": more.get("mass"), "valid": valid, "pos": zero_invalid(x, valid)}
     count = torch.full((len(x),), x.shape[1], device=x.device) if valid is None else valid.sum(-1)
     h = model.embed(x, f, valid=valid, t=more.get("t"))
     found = []

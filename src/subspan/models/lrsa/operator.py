@@ -268,10 +268,10 @@ class LRSAOperator(nn.Module):
         if check and not torch.compiler.is_compiling():
             check_values(x, f, mass, valid, query_x, query_f, t)
         n = x.shape[1]
-        h, pos = self.embed(x, f, valid=valid, t=t), x
+        h, pos = self.embed(x, f, valid=valid, t=t), zero_invalid(x, valid)
         keys = None
         if query_x is not None:
-            keys, pos = n, torch.cat([x, query_x], 1)
+            keys, pos = n, torch.cat([pos, query_x], 1)
             h = torch.cat([h, self.embed(query_x, query_f, t=t)], 1)
             valid = None if valid is None else torch.cat([valid, valid.new_ones(query_x.shape[:2])], 1)
             mass = None if mass is None else torch.cat([mass, mass.new_ones(query_x.shape[:2])], 1)
