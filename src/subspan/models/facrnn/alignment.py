@@ -45,7 +45,7 @@ class AlignmentReport:
 
 def align_groups(
     z_pred: Float[np.ndarray, "n K"],
-    z_true: Float[np.ndarray, "n R"],
+    z_true: Float[np.ndarray, "m R"],
     groups_pred: int | Sequence[int] | Sequence[Sequence[int]],
     groups_true: int | Sequence[int] | Sequence[Sequence[int]],
 ) -> AlignmentReport:
@@ -61,8 +61,8 @@ def align_groups(
     if len(pred) < len(true):
         raise ValueError(f"{len(pred)} estimated groups cannot be matched with {len(true)} reference groups")
     spread = np.square(z_true - z_true.mean(0)).sum(0)
-    # constant up to the rounding of its own values
-    tiny = len(z_true) * np.square(np.finfo(np.float64).eps * np.abs(z_true).max(0))
+    # constant up to the rounding of its mean
+    tiny = len(z_true) * np.square(100 * np.finfo(np.float64).eps * np.abs(z_true).max(0))
     if (constant := np.flatnonzero(spread <= tiny)).size:
         raise ValueError(f"column {constant[0]} of z_true is constant: R^2 is not defined")
     fitted = [_regress(z_true, z_pred[:, list(members)]) for members in pred]

@@ -433,7 +433,7 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 raise ValueError(f"inputs have shape {eta.shape} as rows, X {x.shape}")
             if not np.isfinite(eta).all():
                 row, channel = np.argwhere(~np.isfinite(eta))[0]
-                raise ValueError(f"inputs hold NaN or infinity at {trials.locate(row)}, channel {channel}")
+                raise ValueError(f"inputs hold NaN or infinity at {trials.locate(int(row))}, channel {channel}")
         kept = np.ones(len(x), dtype=bool) if masked is None else ~masked.all(1)
         if self.pad == "drop":
             position = np.concatenate([np.arange(length) for length in trials.lengths])
@@ -452,7 +452,7 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             if not wrong.any():
                 return None
             row, channel = np.argwhere(wrong)[0]
-            return f"{x[row, channel]} at {trials.locate(row)}, channel {channel}"
+            return f"{x[row, channel]} at {trials.locate(int(row))}, channel {channel}"
 
         if place := first(~np.isfinite(x)):
             raise ValueError(f"X holds NaN or infinity: {place}; leave such entries out with mask=~np.isfinite(X)")
@@ -466,5 +466,6 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.three_d_array = True
+        tags.transformer_tags.preserves_dtype = ["float32"]
         tags.input_tags.positive_only = self.likelihood == "poisson" or self.sqrt_counts
         return tags

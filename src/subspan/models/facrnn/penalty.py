@@ -6,7 +6,7 @@ values are signed nats: an estimate from a batch may be negative, and is never c
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def partial_correlation(
     log_std: Tensor | float,
     groups: Groups,
     n_total: int | None = None,
-    reduction: Literal["mean", "none"] = "mean",
+    reduction: str = "mean",
 ) -> Float[Tensor, "..."]:
     """Importance-weighted estimate of PC from a batch: ``z[i]`` was drawn from component i, N(mu[i], std^2).
 
@@ -99,7 +99,7 @@ def total_correlation(
     z: Float[Tensor, "*s M K"],
     log_std: Tensor | float,
     n_total: int | None = None,
-    reduction: Literal["mean", "none"] = "mean",
+    reduction: str = "mean",
 ) -> Float[Tensor, "..."]:
     """``partial_correlation`` with every coordinate its own group."""
     return partial_correlation(mu, z, log_std, singletons(mu.shape[-1]), n_total, reduction)

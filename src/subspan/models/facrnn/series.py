@@ -46,7 +46,8 @@ def to_trials(X: Any, trial_lengths: Sequence[int] | None = None, name: str = "X
         array = np.asarray(X)
         found = Trials(array.reshape(-1, array.shape[-1]), [array.shape[1]] * len(array), "stacked")
     else:
-        lengths = [X.shape[0] if hasattr(X, "shape") else len(X)] if trial_lengths is None else list(trial_lengths)
+        shape = getattr(X, "shape", None) or np.asarray(X).shape
+        lengths = shape[:1] if trial_lengths is None else trial_lengths
         return Trials(X, [int(length) for length in lengths], "flat")
     if trial_lengths is not None:
         raise ValueError(f"trial_lengths= is for rows (T, N); this {name} has trials of its own")
