@@ -1,4 +1,4 @@
-"""How a step is taken: Muon for fine-tuning, and what it does to a pre-trained model."""
+"""How a step is taken: Muon for fine-tuning and what it does to a pre-trained model; steps without a gradient."""
 
 from subspan.optim.interop import from_torch_muon
 from subspan.optim.mismatch import (
@@ -21,16 +21,25 @@ from subspan.optim.routing import (
     route_parameters,
 )
 from subspan.optim.study import StudyConfig, Task, digits_task, finetune, pretrain, run_study
+from subspan.optim.zeroth_order.algebra import alignment, query_gain
+from subspan.optim.zeroth_order.optimizers import LOZO, MeZO, StepInfo, ZOOptimizer, replay
+from subspan.optim.zeroth_order.plus import LOZOPlus
 
 __all__ = [
+    "LOZO",
     "BestCell",
     "Estimate",
+    "LOZOPlus",
+    "MeZO",
     "MismatchTable",
     "MuonAdamW",
     "Route",
+    "StepInfo",
     "StudyConfig",
     "StudyRow",
     "Task",
+    "ZOOptimizer",
+    "alignment",
     "build_muon_groups",
     "describe",
     "digits_task",
@@ -43,6 +52,8 @@ __all__ = [
     "muon_scale",
     "optimizer_cls_and_kwargs",
     "pretrain",
+    "query_gain",
+    "replay",
     "route_parameters",
     "run_study",
     "update_strength",

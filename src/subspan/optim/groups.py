@@ -57,3 +57,14 @@ def nonfinite(grads: list[Tensor]) -> set[int]:
     norms = torch.stack([n.to(grads[0].device, torch.float32) for n in torch._foreach_norm(grads)])
     suspects = (~norms.isfinite()).nonzero().flatten().tolist()
     return {i for i in suspects if not grads[i].isfinite().all()}  # the norm alone may overflow
+
+
+def restore_buffers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """After torch's ``load_state_dict``: buffers in their own dtype, and copied, so that a resumed run is bit-equal."""
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, p in zip(keys, params, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            if isinstance(value, Tensor):
+                device = value.device if name == "step" else p.device
+                optimizer.state[p][name] = value.to(device, copy=True)

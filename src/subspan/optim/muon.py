@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from subspan.errors import NonFinite
 from subspan.linalg import NSMethod, newton_schulz
-from subspan.optim.groups import check_group, name_in, nonfinite
+from subspan.optim.groups import check_group, name_in, nonfinite, restore_buffers
 
 Scale = Literal["match_rms", "original", "none"]
 MomentumForm = Literal["sum", "lerp"]
@@ -241,12 +241,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the buffers keep their own dtype and are copied, so that a resumed run is bit-equal."""
         super().load_state_dict(state_dict)
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                device = value.device if name == "step" else p.device
-                self.state[p][name] = value.to(device, copy=True)
+        restore_buffers(self, state_dict)
 
 
 def state_dtype_of(group: dict[str, Any], param: Tensor) -> torch.dtype:

@@ -50,7 +50,7 @@ def base_layer(module: nn.Module) -> nn.Module:
     return getattr(module, "original_module", module)
 
 
-def _is_conv1d(layer: nn.Module) -> bool:
+def is_conv1d(layer: nn.Module) -> bool:
     """Whether this is transformers' Conv1D, which stores its weight as in x out (known by name: no import needed)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
@@ -60,7 +60,7 @@ def is_matrix_layer(module: nn.Module) -> bool:
     layer = base_layer(module)
     if isinstance(layer, nn.Conv2d):
         return layer.groups == 1
-    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+    return isinstance(layer, nn.Linear) or is_conv1d(layer)
 
 
 def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
@@ -78,7 +78,7 @@ def weight_matrix(module: nn.Module) -> Float[Tensor, "m n"]:
         )
     if weight.is_meta:
         raise TargetError(f"{type(layer).__name__} is on the meta device: load its weight first")
-    if _is_conv1d(layer):
+    if is_conv1d(layer):
         return weight.mT
     return weight.flatten(1)
 
@@ -94,7 +94,7 @@ def write_weight(module: nn.Module, matrix: Float[Tensor, "m n"]) -> None:
     """Copy an out x in matrix into the layer's weight, in the weight's own dtype; the Parameter object stays."""
     layer = base_layer(module)
     weight_matrix(layer)  # refuses what has no such weight
-    stored = matrix.mT if _is_conv1d(layer) else matrix
+    stored = matrix.mT if is_conv1d(layer) else matrix
     # Copying keeps optimisers and hooks that hold the Parameter pointing at the live one. weight_matrix itself is no
     # view for channels-last convolutions.
     weight: nn.Parameter = layer.weight  # pyright: ignore[reportAssignmentType]
@@ -111,12 +111,18 @@ class Owned(NamedTuple):
     shared: bool
 
 
-def owned_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter of the model once, in module order, with its owner: the module type says what it is for."""
+def parameter_owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
+    """The full name of every parameter at each module that holds it, and the module; in module order."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules():
         for key, param in module.named_parameters(prefix, recurse=False):
             owners.setdefault(param, []).append((key, module))
+    return owners
+
+
+def owned_parameters(model: nn.Module) -> list[Owned]:
+    """Every parameter of the model once, in module order, with its owner: the module type says what it is for."""
+    owners = parameter_owners(model)
     return [Owned(places[0][0], param, places[0][1], len(places) > 1) for param, places in owners.items()]
 
 

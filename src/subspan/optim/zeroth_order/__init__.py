@@ -1,0 +1,1 @@
+"""Training with forward passes only: MeZO, LOZO and LOZO+."""
