@@ -19,15 +19,17 @@ def _rounded(x: float) -> float:
     return float(f"{x:.3g}")
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    runs: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each function, called in turn so that a busy machine slows all alike; round one warms up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(repeats + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if i > 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

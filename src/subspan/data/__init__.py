@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from subspan.data.assets import ASSETS, Asset, ModelSource, asset_path, find_asset, installed, model_source
     from subspan.data.expression import Expression, golub, leukemia_all
+    from subspan.data.fields import read_fields
     from subspan.data.graphs import Graph, blogcatalog, contextual_sbm, digits_graphs, homophilous_edges
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
     from subspan.data.neural import CountTrials, LatentSeries, MotorCortex, lorenz_thomas, motor_cortex, rotating_counts
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "assets": ("ASSETS", "Asset", "ModelSource", "asset_path", "find_asset", "installed", "model_source"),
     "expression": ("Expression", "golub", "leukemia_all"),
+    "fields": ("read_fields",),
     "graphs": ("Graph", "blogcatalog", "contextual_sbm", "digits_graphs", "homophilous_edges"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
     "neural": ("CountTrials", "LatentSeries", "MotorCortex", "lorenz_thomas", "motor_cortex", "rotating_counts"),
@@ -72,6 +74,7 @@ __all__ = [
     "model_source",
     "motor_cortex",
     "pick_columns",
+    "read_fields",
     "read_numbers",
     "rotating_counts",
     "shared_file",
