@@ -313,9 +313,8 @@ def test_l17_a_log_replays_a_run_bit_for_bit(kind, hooks):
     options = options and options | {"model": two}
     again = FAMILY[kind](two.named_parameters(), **options)
     replay(again, log)
-    for o in (optimizer, again):
-        if kind != "mezo":
-            o.merge()
+    optimizer.merge()
+    again.merge()
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.down.weight, small(torch.float32)[0].down.weight)
 
@@ -824,3 +823,68 @@ def test_noise_in_pieces_is_noise_in_one(monkeypatch):
         optimizer.blocks[0].add_noise(2.0, 5)
     assert float(X.detach().std()) == pytest.approx(2, rel=0.06)
     assert torch.unique(X.detach()).numel() > 1990
+
+
+def trainer(folder, kind, steps, resume=False, **arguments):
+    from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+
+    from subspan.optim.zeroth_order.trainer import ZOTrainer
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        shape = BertConfig(
+            vocab_size=30, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+        model = BertForSequenceClassification(shape)
+    rows = [{"input_ids": torch.randint(0, 30, (6,), generator=generator(i)), "labels": i % 2} for i in range(16)]
+    options = {} if kind == "mezo" else {"model": model}
+    made = ZOTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=2, report_to=[],
+            logging_steps=1, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", **arguments,
+        ),
+        train_dataset=rows,
+        optimizers=(FAMILY[kind](model.named_parameters(), **options), None),
+    )  # fmt: skip
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["mezo", "lozo+"])
+def test_trainer_resumes_bit_for_bit_and_saves_merged_weights(tmp_path, kind):
+    whole = trainer(tmp_path / "a", kind, 5)
+    optimizer = whole._zeroth_order()
+    assert optimizer.t == 5
+    assert [round(e["loss"], 4) for e in whole.state.log_history if "loss" in e][-1] == round(optimizer.last.loss, 4)
+    trainer(tmp_path / "b", kind, 4)
+    import shutil
+
+    shutil.rmtree(tmp_path / "b" / "checkpoint-4")
+    resumed = trainer(tmp_path / "b", kind, 5, resume=True)
+    for made in (whole, resumed):
+        made.save_model(str(tmp_path / "end"))
+    assert resumed._zeroth_order().total_queries == optimizer.total_queries
+    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "end" / "model.safetensors")
+    assert all(torch.equal(saved[name], p) for name, p in whole.model.named_parameters())
+
+
+def test_trainer_takes_micro_batches_as_one_batch(tmp_path):
+    whole = trainer(tmp_path / "a", "lozo", 2, gradient_accumulation_steps=2)
+    assert whole._zeroth_order().t == 2
+    assert whole._zeroth_order().total_queries == 4 + 1
+
+
+def test_trainer_refuses_other_optimisers(tmp_path):
+    from transformers import TrainingArguments
+
+    from subspan.optim.zeroth_order.trainer import ZOTrainer
+
+    made = ZOTrainer(model=nn.Linear(2, 2), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+    made.create_optimizer()
+    with pytest.raises(TypeError, match="MeZO"):
+        made.save_model()

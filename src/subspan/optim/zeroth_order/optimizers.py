@@ -7,7 +7,7 @@ MeZO: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (Ne
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,29 @@ def _mean_over_processes(value: float) -> float:
     return float(total) / torch.distributed.get_world_size()
 
 
+class Common(TypedDict, total=False):
+    """Options of every optimiser here."""
+
+    eps: float
+    """Radius of the finite difference (1e-3)."""
+    weight_decay: float
+    """Decoupled, p <- p (1 - lr weight_decay). With the low-rank back end a matrix itself decays at the end of a period
+    and what it has collected at each step."""
+    seed: int
+    """Of all directions (0)."""
+    model: nn.Module | None
+    """The model, for the low-rank back end and to recognise transformers' Conv1D."""
+    backend: Backend
+    """"inplace" moves the weights and back; "lowrank" (with "auto" wherever ``model`` is given and its layers allow)
+    adds a low-rank term to layer outputs and collects a period's update as A V^T in float32. The weight then lags
+    behind: call ``merge()`` before saving the model."""
+    restore: Restore
+    """"exact" keeps a copy of the weights during a step, "arith" undoes the perturbation by arithmetic; "auto" copies
+    16-bit weights and those with lr 0."""
+    on_nonfinite: Literal["raise", "skip"]
+    """Raise ``NonFinite`` at a loss that is NaN or infinite, or skip the step."""
+
+
 class ZOOptimizer(torch.optim.Optimizer):
     """What MeZO, LOZO and LOZO+ share: ``step(closure)``, where the closure returns the loss of the current batch.
 
@@ -96,14 +119,17 @@ class ZOOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
+        lr: float,
+        rank: int,
+        low_rank: bool,
         *,
-        eps: float,
-        seed: int,
-        model: nn.Module | None,
-        backend: Backend,
-        restore: Restore,
-        on_nonfinite: Literal["raise", "skip"],
+        eps: float = 1e-3,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        model: nn.Module | None = None,
+        backend: Backend = "auto",
+        restore: Restore = "auto",
+        on_nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         if not 0 < eps < math.inf:
             raise ValueError(f"eps must be a positive number, got {eps}")
@@ -115,6 +141,7 @@ class ZOOptimizer(torch.optim.Optimizer):
             raise ValueError(f"restore must be 'auto', 'exact' or 'arith', got {restore!r}")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r}")
+        defaults = {"lr": lr, "weight_decay": weight_decay, "rank": rank, "low_rank": low_rank, "fan_in_fan_out": False}
         super().__init__(params, defaults)
         self.eps, self.seed, self.on_nonfinite = eps, seed, on_nonfinite
         self.t = 0
@@ -267,6 +294,9 @@ class ZOOptimizer(torch.optim.Optimizer):
                 factors[block] = left, block.gaussian(block.shape[1], block.rank, "probe", self.seed, *key)
         return Direction(factors, {b: (self.seed, *key) for b in self.blocks if not b.rank})
 
+    def merge(self) -> None:
+        """Write what has been collected beside the weights into them; there is nothing without a low-rank back end."""
+
     # State: numbers, and what the blocks accumulate. Directions are drawn again.
 
     def _numbers(self) -> dict[str, Any]:
@@ -311,41 +341,22 @@ class MeZO(ZOOptimizer):
     Args:
         params: parameters, named parameters or groups.
         lr: 1e-6 to 1e-7 for whole models, 5e-5 to 1e-4 (with eps 1e-2) for LoRA factors.
-        eps: radius of the finite difference.
-        weight_decay: decoupled, p <- p (1 - lr weight_decay).
         n_dirs: directions averaged in a step, two evaluations each.
-        seed: of all directions.
-        restore: "exact" keeps a copy of the weights during a step, "arith" undoes the perturbation by arithmetic;
-            "auto" copies 16-bit weights and those with lr 0.
-        on_nonfinite: "raise", or "skip" the step when the loss is NaN or infinite.
+        common: ``Common``.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-6,
-        eps: float = 1e-3,
-        weight_decay: float = 0.0,
         *,
         n_dirs: int = 1,
-        seed: int = 0,
-        restore: Restore = "auto",
-        on_nonfinite: Literal["raise", "skip"] = "raise",
+        **common: Unpack[Common],
     ) -> None:
         if n_dirs < 1:
             raise ValueError(f"n_dirs must be at least 1, got {n_dirs}")
         self.n_dirs = n_dirs
-        defaults = {"lr": lr, "weight_decay": weight_decay, "rank": 1, "low_rank": False, "fan_in_fan_out": False}
-        super().__init__(
-            params,
-            defaults,
-            eps=eps,
-            seed=seed,
-            model=None,
-            backend="inplace",
-            restore=restore,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(params, lr, rank=1, low_rank=False, **common)
 
     def _explore(self, query: Query) -> tuple[list[tuple[Direction, float]], float, float]:
         directions = [self._direction("step", self.t, i) for i in range(self.n_dirs)]
@@ -362,19 +373,10 @@ class LOZO(ZOOptimizer):
         lr: learning rate; with scaling "unit" or "paper" it means the same as MeZO's.
         rank: columns of U and V.
         interval: steps between draws of V.
-        eps: radius of the finite difference.
-        weight_decay: decoupled. With the low-rank back end it acts on the merged weight, at the end of a period, and on
-            the accumulator at each step.
         momentum: beta of LOZO-M, on the matrices. Its memory is mostly within a period: see ``transfer_momentum``.
         scaling: "unit" (U V^T / sqrt(r) in probe and update), "paper" (update divided by r) or "reference" (never
             divided: its lr is worth r times the paper's).
-        seed: of all directions.
-        model: the model, for the low-rank back end and to recognise transformers' Conv1D.
-        backend: "inplace" moves the weights and back; "lowrank" (with "auto" wherever ``model`` is given and its layers
-            allow) adds a low-rank term to layer outputs and collects the period's update as A V^T in float32. The
-            weight then lags behind: call ``merge()`` before saving the model.
-        restore: see ``MeZO``.
-        on_nonfinite: see ``MeZO``.
+        common: ``Common``.
     """
 
     def __init__(
@@ -383,16 +385,10 @@ class LOZO(ZOOptimizer):
         lr: float = 1e-6,
         rank: int = 2,
         interval: int = 50,
-        eps: float = 1e-3,
-        weight_decay: float = 0.0,
         *,
         momentum: float = 0.0,
         scaling: Scaling = "unit",
-        seed: int = 0,
-        model: nn.Module | None = None,
-        backend: Backend = "auto",
-        restore: Restore = "auto",
-        on_nonfinite: Literal["raise", "skip"] = "raise",
+        **common: Unpack[Common],
     ) -> None:
         if interval < 1:
             raise ValueError(f"interval must be at least 1, got {interval}")
@@ -406,17 +402,7 @@ class LOZO(ZOOptimizer):
         """V of each matrix in this period, n x r."""
         self.kept: dict[Block, list[int]] = {}
         """The candidates it consists of."""
-        defaults = {"lr": lr, "weight_decay": weight_decay, "rank": rank, "low_rank": True, "fan_in_fan_out": False}
-        super().__init__(
-            params,
-            defaults,
-            eps=eps,
-            seed=seed,
-            model=model,
-            backend=backend,
-            restore=restore,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(params, lr, rank, low_rank=True, **common)
 
     @property
     def matrices(self) -> list[Block]:

@@ -3,10 +3,10 @@
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subspan.optim.zeroth_order.algebra import (
     Scaling,
@@ -16,8 +16,7 @@ from subspan.optim.zeroth_order.algebra import (
     unit_columns,
 )
 from subspan.optim.zeroth_order.blocks import Block, Direction, seeded
-from subspan.optim.zeroth_order.optimizers import LOZO, Backend, Query, ZOOptimizer
-from subspan.optim.zeroth_order.perturbed import Restore
+from subspan.optim.zeroth_order.optimizers import LOZO, Common, Query, ZOOptimizer
 
 
 class LOZOPlus(LOZO):
@@ -27,7 +26,7 @@ class LOZOPlus(LOZO):
     A period costs 2 (candidates + carried) probes + 1 + 2 interval queries.
 
     Args:
-        params, lr, interval, eps, weight_decay, momentum, scaling, seed, model, backend, restore: see ``LOZO``.
+        params, lr, interval, momentum, scaling: see ``LOZO``.
         max_rank: most directions kept.
         candidates: fresh directions in each pool.
         threshold: kept are scores of at least threshold times the pool's mean; 0 keeps the best ``max_rank``.
@@ -47,7 +46,7 @@ class LOZOPlus(LOZO):
         layerwise: score each matrix's directions by themselves; costs as many times more probes.
         curvature_cap: g bounds lr by g / (mean curvature of the kept probes).
         clip_c: bounds |c| by this multiple of its running root mean square.
-        on_nonfinite: what an inner step does; a probe with NaN or infinity only drops its candidate.
+        common: ``Common``. A probe with NaN or infinity only drops its candidate, whatever ``on_nonfinite`` says.
     """
 
     def __init__(
@@ -58,8 +57,6 @@ class LOZOPlus(LOZO):
         candidates: int = 16,
         threshold: float = 1.0,
         interval: int = 50,
-        eps: float = 1e-3,
-        weight_decay: float = 0.0,
         *,
         score: Score = "decrease",
         carry: bool = True,
@@ -76,11 +73,7 @@ class LOZOPlus(LOZO):
         clip_c: float | None = None,
         momentum: float = 0.0,
         scaling: Scaling = "unit",
-        seed: int = 0,
-        model: nn.Module | None = None,
-        backend: Backend = "auto",
-        restore: Restore = "auto",
-        on_nonfinite: Literal["raise", "skip"] = "raise",
+        **common: Unpack[Common],
     ) -> None:
         for name, value in (("candidates", candidates), ("probes", probes), ("budget", budget or candidates)):
             if value < 1:
@@ -112,21 +105,7 @@ class LOZOPlus(LOZO):
         self._cap = math.inf
         self._mute_pools = 0
         self._said_noise = False
-        super().__init__(
-            params,
-            lr,
-            max_rank,
-            interval,
-            eps,
-            weight_decay,
-            momentum=momentum,
-            scaling=scaling,
-            seed=seed,
-            model=model,
-            backend=backend,
-            restore=restore,
-            on_nonfinite=on_nonfinite,
-        )
+        super().__init__(params, lr, max_rank, interval, momentum=momentum, scaling=scaling, **common)
         together = [self.matrices] if self.matrices else []
         self._pools = [[b] for b in self.matrices] if layerwise else together
         self._means = [_Average(ema or 0.0) for _ in self._pools]
