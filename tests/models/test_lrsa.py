@@ -78,6 +78,40 @@ def points(n: int = 9, b: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------- section 4: what is exact
 
 
+def test_the_block_is_the_seven_steps_written_out() -> None:
+    made = block(ffn_ratio=2.0)
+    p = {name: value.detach() for name, value in made.named_parameters()}
+
+    def rms(x: Tensor, gain: str) -> Tensor:
+        return p[gain] * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def ffn(x: Tensor, name: str) -> Tensor:
+        hidden = x @ p[f"{name}.up.weight"].T + p[f"{name}.up.bias"]
+        hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+        return hidden @ p[f"{name}.out.weight"].T + p[f"{name}.out.bias"]
+
+    def attend(name: str, source: Tensor, target: Tensor | None = None) -> Tensor:
+        out = []
+        for head in range(4):
+            rows = slice(4 * head, 4 * head + 4)
+            q = p[f"{name}.queries"][:, head] if target is None else target @ p[f"{name}.query.weight"][rows].T
+            k, v = (source @ p[f"{name}.{what}.weight"][rows].T for what in ("key", "value"))
+            logits = rms(q, f"{name}.query_norm.weight") @ rms(k, f"{name}.key_norm.weight").T / 2
+            out.append(logits.softmax(-1) @ v)
+        return torch.cat(out, -1) @ p[f"{name}.out.weight"].T + p[f"{name}.out.bias"]
+
+    h = normal(9, 16)
+    hn = rms(h, "norm.weight")
+    z = attend("mixer.down", hn)
+    z = z + ffn(rms(z, "mixer.norm1.weight"), "mixer.ffn1")
+    tokens = rms(z, "mixer.norm2.weight")
+    z = z + attend("mixer.latent", tokens, tokens)
+    z = z + ffn(rms(z, "mixer.norm3.weight"), "mixer.ffn2")
+    h = h + attend("mixer.up", rms(z, "mixer.norm4.weight"), hn)
+    h = h + ffn(rms(h, "point_norm.weight"), "point")
+    torch.testing.assert_close(made(normal(1, 9, 16))[0], h, **EXACT)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @given(seed=SEEDS)
 @few
