@@ -146,7 +146,7 @@ def measure_darcy(seed: int, smoke: bool, *, method: str) -> list[Row]:
 
 def measure_floors(seed: int, smoke: bool) -> list[Row]:
     """What needs no network: the mean field, and ridge regression on the coefficient."""
-    size, n_train, n_test = (9, 32, 8) if smoke else (21, 600, 100)
+    size, n_train, n_test = (15, 16, 4) if smoke else (21, 600, 100)
     task = darcy(size, seed, n_train, n_test)
     (f, u), (f_test, u_test) = (tuple(t[..., 0].double() for t in task.split(part)) for part in ("train", "test"))
     centred, mean = f - f.mean(0), u.mean(0)
@@ -163,7 +163,7 @@ def measure_floors(seed: int, smoke: bool) -> list[Row]:
 
 def measure_fluid(seed: int, smoke: bool, *, method: str) -> list[Row]:
     """Vorticity one second ahead, learnt from pairs; tested by ten such steps from the start."""
-    runs, n_test, frames, epochs = (4, 2, 3, 1) if smoke else (100, 25, 11, 12)
+    runs, n_test, frames, epochs = (8, 2, 3, 1) if smoke else (100, 25, 11, 12)
     flow = NavierStokesGenerator(32, random_state=seed).sample(runs + 2 * n_test, frames)
     every_second = torch.arange(32 * 32).view(32, 32)[::2, ::2].flatten()
     w = flow.w[:, :, every_second, None]
