@@ -31,7 +31,7 @@ class Slot:
         else:
             terms = [term for term in (self.total, self.probe) if term]
         for left, right in terms:
-            output = output + low_rank_output(layer, args[0], left.to(output.dtype), right.to(output.dtype))
+            output = add_low_rank_output(output, layer, args[0], left.to(output.dtype), right.to(output.dtype))
         return output
 
     def remove(self) -> None:
@@ -39,14 +39,18 @@ class Slot:
             handle.remove()
 
 
-def low_rank_output(layer: Any, x: Tensor, left: Float[Tensor, "m r"], right: Float[Tensor, "n r"]) -> Tensor:
-    """What the weight U V^T would add to the layer's output."""
+def add_low_rank_output(
+    output: Tensor, layer: Any, x: Tensor, left: Float[Tensor, "m r"], right: Float[Tensor, "n r"]
+) -> Tensor:
+    """The layer's output with what the weight U V^T would add to it; written in place where that is one product."""
     if isinstance(layer, nn.Embedding):
-        return F.embedding(x, left) @ right.mT
+        return output.add_(F.embedding(x, left) @ right.mT)
     if isinstance(layer, nn.Conv2d):
         kernel = right.mT.reshape(-1, *layer.weight.shape[1:])
-        return torch.einsum("mr,...rhw->...mhw", left, layer._conv_forward(x, kernel, None))
-    return (x.to(right.dtype) @ right) @ left.mT
+        return output.add_(torch.einsum("mr,...rhw->...mhw", left, layer._conv_forward(x, kernel, None)))
+    inner = (x.to(right.dtype) @ right).flatten(0, -2)
+    output.view(-1, output.shape[-1]).addmm_(inner, left.mT)
+    return output
 
 
 def hookable(layer: nn.Module) -> bool:
