@@ -83,12 +83,18 @@ def test_what_was_warned_of_is_on_the_page(data, tmp_path):
         (lambda x: x, DataError, "no column 'sites'"),
         (lambda x: np.where(np.arange(80) == 7, 1.0, x), ValueError, "constant in population s0: v7"),
         (lambda x: x[:1], ValueError, "population s0 has 1 sample"),
+        (lambda x: spoiled(x, np.nan), DataError, "t.csv, column 'v7': row 4 holds nan; leave out"),
+        (lambda x: spoiled(x, -np.inf), DataError, "t.csv, column 'v7': row 4 holds -inf"),
     ],
 )
 def test_bad_tables_are_named_by_their_columns(data, tmp_path, change, error, message):
     path = write(tmp_path / "t.csv", [change(data.X[0]), data.X[1]])
     with pytest.raises(error, match=message):
-        analyse_table(path, group="sites" if error is DataError else "site")
+        analyse_table(path, group="sites" if "sites" in message else "site")
+
+
+def spoiled(x, value):
+    return np.where((np.arange(len(x))[:, None] == 3) & (np.arange(80) == 7), value, x)
 
 
 def test_edges_join_each_hub_to_its_nearest_in_m_with_the_sign_of_partial_correlation():

@@ -42,7 +42,9 @@ class HubDetector(BaseEstimator, ABC):
             too few), "ratio" (where the inverse eigenvalues drop most, else "sqrt") or "ratio/5" (else p/5).
         correlation: work on correlations; False keeps variances, which changes who is a hub.
         nonparanormal: replace each column by the normal scores of its ranks.
-        threshold: zero the off-diagonal entries below this quantile of their magnitudes (the authors use 0.7).
+        threshold: zero the off-diagonal entries below this quantile of their magnitudes (the authors use 0.7). What
+            becomes indefinite stays so: a ridge common to all would change nothing, one for each population alone would
+            let the most indefinite one decide.
         screen: keep the min(p, 3n/4) variables with the largest correlation to another, in any ("union") or every
             ("intersection") population; the others get influence 0.
         shrinkage: "ledoit_wolf" or "oas".
@@ -124,6 +126,9 @@ class HubDetector(BaseEstimator, ABC):
             ValueError: matrices that are not square, symmetric, finite, of one size and positive semidefinite.
         """
         names = list(range(len(matrices))) if names is None else list(names)
+        for title, given in (("names", names), ("n_samples", n_samples)):
+            if given is not None and len(given) != len(matrices):
+                raise ValueError(f"{title} has {len(given)} entries for {len(matrices)} matrices")
         checked = [check_covariance(s, name) for s, name in zip(matrices, names, strict=True)]
         if not checked:
             raise ValueError("no population was given")
@@ -146,6 +151,8 @@ class HubDetector(BaseEstimator, ABC):
     ) -> Float64[np.ndarray, " p"]:
         """How often each variable is a hub when each population is subsampled without replacement.
 
+        A variable that a subsample leaves constant is left out of it, and so not selected there; a warning counts these.
+
         Args:
             X: as for ``fit``; the fitted estimator keeps no data.
             groups: as for ``fit``.
@@ -161,15 +168,21 @@ class HubDetector(BaseEstimator, ABC):
         rng = check_random_state(random_state)
         data = clone(self)._populations(X, groups)
         counts = np.zeros(data.samples[0].shape[1])
-        unclear = 0
+        unclear = lacking = 0
         for split in range(n_splits):
             part = [x[rng.permutation(len(x))[: max(2, round(fraction * len(x)))]] for x in data.samples]
+            varied = np.flatnonzero(np.all([(x != x[0]).any(axis=0) for x in part], axis=0))
+            lacking += len(varied) < len(counts)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                counts[clone(self).fit(part).hubs_] += 1
+                if len(varied):
+                    counts[varied[clone(self).fit([x[:, varied] for x in part]).hubs_]] += 1
             unclear += any(issubclass(w.category, NotIdentified) for w in caught)
             if progress is not None:
                 progress(split + 1, n_splits)
+        if lacking:
+            said = f"{lacking} of {n_splits} subsamples left a variable constant, which counts as not selected there"
+            warnings.warn(said, UserWarning, stacklevel=2)
         if unclear:
             warnings.warn(f"{unclear} of {n_splits} subsamples left a common null space", NotIdentified, stacklevel=2)
         return counts / n_splits
@@ -190,6 +203,13 @@ class HubDetector(BaseEstimator, ABC):
         return validate_data(self, X, **_CHECKS)  # pyright: ignore[reportReturnType]
 
     def _populations(self, X: Any, groups: Any) -> Populations:
+        data = check_populations(*self._split(X, groups))
+        for x, name in zip(data.samples, data.names, strict=True):
+            warn_if_covariance(x, name)
+        return data
+
+    def _split(self, X: Any, groups: Any) -> tuple[list[np.ndarray], list[Any], list[str] | None]:
+        """The samples of each population, the populations' names and the variables' names, if they have any."""
         if isinstance(X, list | tuple) and (len(X) == 0 or np.ndim(X[0]) == 2):
             if not X:
                 raise ValueError("no population was given: X is an empty list")
@@ -204,17 +224,16 @@ class HubDetector(BaseEstimator, ABC):
                     raise ValueError(
                         f"population {k} has {samples[-1].shape[1]} variables and population 0 has {first.shape[1]}"
                     )
-            return check_populations(samples, range(len(samples)), features)
+            return samples, list(range(len(samples))), features
         x = self._checked(X)
         features = [*map(str, self.feature_names_in_)] if hasattr(self, "feature_names_in_") else None
-        warn_if_covariance(x)
         if groups is None:
-            return check_populations([x], ["all"], features)
+            return [x], ["all"], features
         labels = np.asarray(groups)
         if labels.shape != (len(x),):
             raise ValueError(f"groups has shape {labels.shape} for {len(x)} rows of X")
         names = list(dict.fromkeys(labels.tolist()))
-        return check_populations([x[labels == name] for name in names], names, features)
+        return [x[labels == name] for name in names], names, features
 
     def _fit(self, matrices: list[np.ndarray], sizes: list[int] | None, names: list[Any]) -> "HubDetector":
         p = len(matrices[0])

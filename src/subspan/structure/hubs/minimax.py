@@ -183,8 +183,8 @@ def maximise_on_simplex(gradient: np.ndarray, hessian: np.ndarray, w: np.ndarray
     return y
 
 
-def _newton(S: Tensor, point: _Point, s: int, limit: int) -> tuple[_Point, int, bool]:
-    """Maximise the smoothed dual from ``point`` by Newton's method on the simplex.
+def _newton(S: Tensor, point: _Point, s: int, limit: int, tol: float) -> tuple[_Point, int, bool]:
+    """Maximise the smoothed dual from ``point`` by Newton's method on the simplex, to a smoothed gap of ``tol``.
 
     Also the number of eigendecompositions, and whether it converged within ``limit`` of them.
     """
@@ -193,7 +193,9 @@ def _newton(S: Tensor, point: _Point, s: int, limit: int) -> tuple[_Point, int, 
         direction = maximise_on_simplex(point.gradient, _hessian(point), point.w) - point.w
         slope = float(point.gradient @ direction)
         length = np.abs(direction).sum()
-        if slope <= 1e-15 * (abs(point.value) + point.mu):  # nothing left to gain but rounding
+        # The value is known to rounding once w is known to half its digits; the gap is first order in w.
+        gap = point.gradient.max() - point.w @ point.gradient
+        if slope <= 1e-15 * (abs(point.value) + point.mu) and gap <= tol:
             return point, calls, True
         step, trial = 1.0, point
         while calls < limit:
@@ -205,7 +207,7 @@ def _newton(S: Tensor, point: _Point, s: int, limit: int) -> tuple[_Point, int, 
                 break
             ahead = float(trial.gradient @ direction)  # negative: the maximum along the line lies before
             step *= min(max(slope / max(slope - ahead, slope), 0.1), 0.7)
-        if trial.value > point.value or length < 1e-7:
+        if trial.value > point.value or length < 1e-6:
             point = trial
         if step == 1.0 and length < 1e-7:  # convergence is quadratic: what is left is below rounding
             return point, calls, True
@@ -215,8 +217,8 @@ def _newton(S: Tensor, point: _Point, s: int, limit: int) -> tuple[_Point, int, 
 class _Path:
     """Follows the maximiser of the smoothed dual while mu falls, and counts what that costs."""
 
-    def __init__(self, S: Tensor, s: int, scale: float) -> None:
-        self.S, self.s, self.scale = S, s, scale
+    def __init__(self, S: Tensor, s: int, scale: float, tol: float) -> None:
+        self.S, self.s, self.scale, self.tol = S, s, scale, tol
         self.w = np.full(len(S), 1 / len(S))
         self.eigh = _decompose(S, self.w)
         self.calls = 1
@@ -232,7 +234,7 @@ class _Path:
             predicted = _point(self.S, w, _decompose(self.S, w), self.s, start.mu)
             self.calls += 1
             start = max(start, predicted, key=lambda point: point.value)
-        point, calls, converged = _newton(self.S, start, self.s, limit)
+        point, calls, converged = _newton(self.S, start, self.s, limit, self.tol * self.scale)
         self.calls += calls
         self.w, self.eigh = point.w, point.eigh
         self.steps.append((mu, point.w))
@@ -255,17 +257,22 @@ def joint_subspace(
             their mean, the largest over k: it does not change when a multiple of I, or a mean of the S_k, is added).
         tol: ``mu`` is divided by 10, at most twice, while the gap exceeds ``tol`` times that spread.
 
+    Raises:
+        ValueError: ``mu`` is not positive and finite.
+
     Warns:
         NotIdentified: all S_k vanish on a common subspace of more than s dimensions.
         ConvergenceWarning: the gap is still above 1e-5 (1 + |primal|); it is a valid bound all the same.
     """
+    if not 0 < mu < np.inf:
+        raise ValueError(f"mu must be positive and finite, got {mu}")
     p = S.shape[-1]
     means = S.diagonal(dim1=1, dim2=2).mean(1)
     size = float(means.abs().mean())
     eye = torch.eye(p, dtype=S.dtype, device=S.device)
     spread = float(torch.linalg.matrix_norm(S - means[:, None, None] * eye).max()) / p**0.5
     # Multiples of I have no spread: then any positive number does, and all directions get the same share.
-    path = _Path(S, s, max(spread, 1e-8 * size, np.finfo(float).tiny ** 0.5))
+    path = _Path(S, s, max(spread, 1e-8 * size, np.finfo(float).tiny ** 0.5), tol)
     if found := _common_null_space(S, path.eigh, s, path.w):
         return found
     point, converged = path.descend(mu, limit=12)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from subspan.data import read_numbers
+from subspan.errors import DataError
 from subspan.files import write_text
 from subspan.pages import Badge, Figure, Page, Section, Table, Text, bars, network
 from subspan.structure.hubs.estimators import IPCHD, JICHD, HubDetector, fit_populations, individual_hubs
@@ -142,10 +143,14 @@ def analyse_table(
         options: parameters of ``JICHD``.
 
     Raises:
-        DataError: the file cannot be read as such a table.
+        DataError: the file cannot be read as such a table, or a cell is NaN or infinite.
         ValueError: its numbers (a constant column, a population of one row) or the options do not allow it.
     """
     data = read_numbers(path, label=group, drop=drop)
+    if not np.isfinite(data.values).all():
+        row, column = np.argwhere(~np.isfinite(data.values))[0]
+        held = f"row {row + 1} holds {data.values[row, column]}"
+        raise DataError(f"{path}, column {data.names[column]!r}: {held}; leave out the row or the column")
     groups = None if data.labels is None else np.asarray(data.labels)
     for name in dict.fromkeys(data.labels or ["all"]):  # here, where the columns have names to complain about
         rows = slice(None) if groups is None else groups == name

@@ -32,11 +32,13 @@ def ratio_rule(eigenvalues: Float64[np.ndarray, " p"], clear: float = 1.5) -> in
     """Where the inverse eigenvalues drop most: the index of the largest ratio of consecutive ones, or None if unclear.
 
     Among the first floor(p/2) - 1 ratios (1/e_i) / (1/e_{i+1}) of ascending e, the largest must exceed ``clear`` times
-    the second largest. Negative eigenvalues are first lifted by -2 e_min (IPC-HD; arXiv 2505.23707).
+    the second largest. Negative eigenvalues are first lifted by -2 e_min (IPC-HD; arXiv 2505.23707). A singular matrix
+    has no clear drop.
     """
     e = eigenvalues + max(0.0, -2 * float(eigenvalues[0]))
     count = len(e) // 2 - 1
-    if count < 2 or e[0] <= 0:  # nothing to compare, or a singular matrix whose ratios are rounding
+    # nothing to compare, or a singular matrix, whose first ratios are rounding (of either sign, so positive by now)
+    if count < 2 or e[0] <= 1e-10 * np.abs(eigenvalues).mean():
         return None
     ratios = e[1 : count + 1] / e[:count]
     second, first = np.sort(ratios)[-2:]
@@ -53,6 +55,8 @@ def find_hubs(
     except by "top".
     """
     p = len(influence)
+    if not np.isfinite(c):
+        raise ValueError(f"c must be a finite number of standard deviations, got {c}")
     order = np.argsort(-influence, kind="stable")
     if rule == "2sd":
         sd = float(np.std(influence, ddof=1)) if p > 1 else 0.0

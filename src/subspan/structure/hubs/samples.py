@@ -33,7 +33,7 @@ def check_populations(samples: Sequence[np.ndarray], names: Sequence[Any], featu
     for x, name in zip(samples, names, strict=True):
         if len(x) < 2:
             raise ValueError(f"population {name} has 1 sample; a correlation needs at least 2")
-        constant = np.flatnonzero(np.ptp(x, axis=0) == 0)
+        constant = np.flatnonzero((x == x[0]).all(axis=0))
         if len(constant):
             shown = ", ".join(label[i] for i in constant[:5]) + (", ..." if len(constant) > 5 else "")
             raise ValueError(f"constant in population {name}: {shown}; leave such variables out")
@@ -78,12 +78,22 @@ def covariance(
     nonparanormal: bool = False,
     shrinkage: str | None = None,
 ) -> Float64[np.ndarray, "p p"]:
-    """Sample correlation (default) or covariance (divisor n) of the columns, shrunk to a multiple of I if asked."""
+    """Sample correlation (default) or covariance (divisor n) of the columns, shrunk to a multiple of I if asked.
+
+    Raises:
+        ValueError: an unknown shrinkage, or variances that are too large or too small for float64.
+    """
     if nonparanormal:
         x = normal_scores(x)
-    x = x - x.mean(0)
     if correlation:
-        x /= np.sqrt(np.mean(x**2, axis=0))
+        x = np.ldexp(x, -np.frexp(np.abs(x).max(0))[1])  # to at most 1, exactly: squares neither over- nor underflow
+    with np.errstate(over="ignore"):  # of what is then refused
+        x = x - x.mean(0)
+        variances = np.mean(x**2, axis=0)
+    if not ((variances > 0) & np.isfinite(variances)).all():
+        raise ValueError("variances over- or underflow float64: choose another unit, or correlation=True")
+    if correlation:
+        x /= np.sqrt(variances)
     if shrinkage is None:
         s = x.T @ x / len(x)
         if correlation:
@@ -156,11 +166,12 @@ def screened(matrices: Sequence[np.ndarray], sizes: Sequence[int], rule: str) ->
     return keep
 
 
-def warn_if_covariance(x: np.ndarray) -> None:
-    """Warn when data look like a correlation matrix."""
+def warn_if_covariance(x: np.ndarray, name: Any) -> None:
+    """Warn when a population's data look like a correlation matrix."""
     if x.shape[0] == x.shape[1] > 2 and np.allclose(np.diag(x), 1) and np.allclose(x, x.T):
         warnings.warn(
-            "X is square and symmetric with ones on its diagonal: a correlation matrix goes to fit_covariances",
+            f"population {name} is square and symmetric with ones on its diagonal: correlation matrices go to "
+            "fit_covariances",
             UserWarning,
             stacklevel=4,
         )
