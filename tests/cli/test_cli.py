@@ -140,6 +140,15 @@ def test_errors_that_a_user_can_put_right(monkeypatch, error, line):
     assert result.stderr == line
 
 
+def test_ctrl_c_promises_to_continue_only_where_the_verb_does(monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subspan.structure.hubs.report.analyse_table", stop)
+    result = call("hubs", "data.csv")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("subspan.claims.claim_slugs", lambda: 1 / 0)
     assert isinstance(call("claims", "list").exception, ZeroDivisionError)

@@ -45,6 +45,7 @@ def test_parquet(tmp_path):
         ("a,kind\n1,2\n", {"drop": ["kinds"]}, "no column 'kinds'; did you mean 'kind'"),
         ("a,kind\n1,\n", {"label": "kind"}, "column 'kind': row 1 is empty"),
         ("a,b\n", {}, "holds no numbers"),
+        ("a,b\n", {"label": "g"}, "holds no numbers"),
         ("a\nx\n", {"label": "a"}, "holds no numbers"),
         ("a,b\n1\n", {}, "line 2: 1 cells for 2 columns"),
     ],

@@ -11,6 +11,10 @@ from subspan.cli import assets, claims, facilities, hubs, tune
 from subspan.errors import SubspanError
 
 
+# Verbs that, run again after Ctrl-C, continue where they stopped.
+_RESUMED = {"tune", "claims", "facilities"}
+
+
 class _Verbs(typer.core.TyperGroup):
     """Turns what a user can put right into one sentence and exit status 2; a bug keeps its traceback."""
 
@@ -18,7 +22,8 @@ class _Verbs(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print("interrupted; the same command continues where this one stopped", file=sys.stderr)
+            more = "; the same command continues where this one stopped" * (ctx.invoked_subcommand in _RESUMED)
+            print(f"interrupted{more}", file=sys.stderr)
             sys.exit(130)
         except BrokenPipeError:  # the reader of our output left; that is no error of the user
             raise

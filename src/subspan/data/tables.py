@@ -38,6 +38,8 @@ def read_numbers(path: str | os.PathLike[str], *, label: str | None = None, drop
     """
     path = Path(path).expanduser()
     columns = _columns(path)
+    if not columns:
+        raise DataError(f"{path} holds no numbers")
     for name in [*drop, *([label] if label is not None else [])]:
         if name not in columns:
             near = difflib.get_close_matches(name, columns, n=1)
