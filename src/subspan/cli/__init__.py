@@ -10,7 +10,6 @@ from subspan import __version__
 from subspan.cli import assets, claims, facilities, hubs, tune
 from subspan.errors import SubspanError
 
-
 # Verbs that, run again after Ctrl-C, continue where they stopped.
 _RESUMED = {"tune", "claims", "facilities"}
 
