@@ -151,6 +151,43 @@ def test_rows_that_do_not_fit(tmp_path, line, message):
         run_stream(config(path, first=2), out=tmp_path / "o")
 
 
+@pytest.mark.parametrize("more", [["id"], ["weight", "op"], [""], ["facility", "clients"]])
+def test_places_leave_out_what_is_no_coordinate(places, stream, tmp_path, more):
+    rows = [line.split(",") for line in places.read_text().splitlines()]
+    rows = [[*(f"p{i}" if name == "id" else "9000" for name in more), *row] for i, row in enumerate(rows)]
+    wide = table(tmp_path / "wide.csv", rows[1:], [*more, "x", "y", "price"])
+    found = [run_stream(config(stream, facilities=str(path)), out=tmp_path / path.stem) for path in (places, wide)]
+    assert found[0]["cost"] == found[1]["cost"]
+
+
+def test_a_run_takes_the_facilities_of_another_as_places(stream, places, tmp_path):
+    first = run_stream(config(stream, facilities=str(places)), out=tmp_path / "a")
+    again = run_stream(config(stream, facilities=str(tmp_path / "a" / "facilities.csv")), out=tmp_path / "b")
+    assert again["cost"] <= 1.1 * first["cost"]  # the places that were open, at their prices
+
+
+def test_columns_that_the_places_lack_are_refused(places, points, tmp_path):
+    path = table(tmp_path / "s.csv", [[*x, 5.0] for x in points.tolist()], ["x", "y", "z"])
+    with pytest.raises(DataError, match=r"s\.csv has the column 'z', but the places have x, y: leave it out"):
+        run_stream(config(path, facilities=str(places)), out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()  # no row was applied: the places may be put right as well
+    places.write_text("price\n1\n")
+    with pytest.raises(DataError, match=r"places\.csv holds no coordinates"):
+        run_stream(config(path, facilities=str(places)), out=tmp_path / "o")
+
+
+def test_a_damaged_run_says_how_to_start_over_and_lost_metrics_stop_nothing(stream, tmp_path):
+    out = tmp_path / "o"
+    whole = run_stream(config(stream), out=out)
+    (out / "metrics.jsonl").unlink()
+    assert run_stream(config(stream), out=out)["cost"] == whole["cost"]
+    state = (out / "state.safetensors").read_bytes()
+    for damaged in (b"", state[: len(state) // 2], state.replace(b"slots", b"slits")):
+        (out / "state.safetensors").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"holds a damaged run .*start over with --fresh"):
+            run_stream(config(stream), out=out)
+
+
 def test_what_a_run_needs(stream, places, tmp_path):
     for words, message in (
         ([stream], "error: no price is given; places lie about"),

@@ -504,7 +504,47 @@ def test_updates_that_do_not_fit_change_nothing():
         model.set_opening_cost(0, -1.0)
     with pytest.raises(IndexError, match="there is no facility 12; there are 12"):
         model.set_opening_cost(12, 1.0)
+    with pytest.raises(TypeError, match=r"ids must be a list of ids, got 'visitor'; write \['visitor'\] for one"):
+        model.forget("visitor")
+    with pytest.raises(TypeError):  # the tests' type checker comes first
+        model.forget(3)
     assert pickle.dumps(model.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "insert", "message"),
+    [
+        ({"kappa": 1 + 2e-5}, {"X": [[1e3, 0.0]]}, r"needs \d+ levels for these prices, distances and weights"),
+        ({"kappa": 1 + 1e-4}, {"X": [[0.0, 0.0]], "sample_weight": [1e9]}, r"needs \d+ levels"),
+        ({"dtype": "float32"}, {"X": [[1e39, 0.0]]}, r"distances up to 1e\+39 overflow float32"),
+        ({}, {"X": [[0.0, 0.0]] * 2, "sample_weight": [1e308, 1e308]}, "a weight of inf times .* overflows"),
+        ({}, {"X": [[0.0, 0.0]], "sample_weight": [1e-307]}, r"a cost of 1e\+30\d overflows"),
+    ],
+)
+def test_clients_beyond_the_levels_or_the_numbers_are_refused_before_anything_changes(options, insert, message):
+    model = DynamicFacilityLocation(random_state=0, **options)
+    model.fit([[0.0, 1.0]], facilities=[[0.0, 0.0], [0.0, 2.0]], opening_cost=[1.0, 1.001])
+    before = pickle.dumps(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        model.partial_fit(np.array(insert["X"]), sample_weight=insert.get("sample_weight"))
+    assert pickle.dumps(model.state_dict()) == before
+    twin = DynamicFacilityLocation().load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        twin.partial_fit(np.array(insert["X"]), sample_weight=insert.get("sample_weight"))
+
+
+def test_a_price_beyond_the_levels_is_refused_before_anything_changes():
+    model = DynamicFacilityLocation(kappa=1 + 1e-4).fit([[0.0, 1.0]], facilities=[[0.0, 0.0], [0.0, 2.0]])
+    before = pickle.dumps(model.state_dict())
+    with pytest.raises(ValueError, match=r"needs \d+ levels"):
+        model.set_opening_cost(0, 1e-9)
+    assert pickle.dumps(model.state_dict()) == before
+
+
+def test_default_ids_pass_over_those_that_are_present():
+    model = DynamicFacilityLocation().fit(np.zeros((2, 1)), ids=[2, 3]).partial_fit(np.ones((2, 1)))
+    assert model.ids_ == [2, 3, 4, 5]
+    assert model.partial_fit(np.ones((1, 1))).ids_[-1] == 6
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
@@ -516,7 +556,7 @@ class TestKeepsWorking:
         with pytest.raises(ValueError, match="no facility is open"):
             model.predict(np.zeros((1, 2)))
         model.partial_fit(np.zeros((0, 2)))
-        model.partial_fit(rng.normal(size=(3, 2)), ids=["a", "b", "c"]).forget("abc")
+        model.partial_fit(rng.normal(size=(3, 2)), ids=["a", "b", "c"]).forget(["c", "a", "b"])
         assert (model.cost_, len(model.open_facilities_)) == (0.0, 0)
         model.partial_fit(rng.normal(size=(2, 2)), ids=["b", "a"])  # ids again, at other places
         assert model.ids_ == ["b", "a"]

@@ -1,10 +1,11 @@
 """Dynamic facility location as a scikit-learn estimator."""
 
+import itertools
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -18,6 +19,16 @@ from subspan.structure.facility.oracles import Counters, Exact, Hash, Slots
 
 # Tables have a row per level; more than this means that kappa is too near to 1 for the prices and distances given.
 _MOST_LEVELS = 100_000
+# Costs stay below this, so that no power of kappa above them overflows.
+_HUGE = 1e300
+
+
+class _Extremes(NamedTuple):
+    """The greatest distance, the least weight and the greatest total weight that the present levels allow for."""
+
+    farthest: float
+    lightest: float
+    heaviest: float
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
         Raises:
             ValueError: NaN, infinity, a price or weight that is not positive, no facility, shapes that do not fit, a
-                parameter out of range, or more than 100,000 levels.
+                parameter out of range, more than 100,000 levels, or sums that overflow.
         """
         self._check_parameters()
         X = validate_data(self, _plain(X), dtype="float64", ensure_min_samples=1 if facilities is None else 0)
@@ -138,7 +149,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
         Args:
             X (n, d): clients; n may be 0.
-            ids: hashable and not present now; by default counted on from the largest count so far.
+            ids: hashable and not present now; by default counted on, past those that are present.
             sample_weight (n,): positive; by default 1.
 
         Raises:
@@ -155,9 +166,10 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         Raises:
             KeyError: an id that is not present (nothing is deleted then).
             ValueError: an id given twice.
+            TypeError: one id instead of a list.
         """
         self._state()
-        ids = list(ids)
+        ids = _id_list(ids)
         if absent := [i for i in ids if i not in self._slot_of]:
             raise KeyError(f"client {absent[0]!r} is not present")
         if len(set(ids)) < len(ids):
@@ -175,12 +187,14 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
 
         Raises:
             IndexError: no such facility.
-            ValueError: a price that is not positive and finite.
+            ValueError: a price that is not positive and finite, or that needs more than 100,000 levels.
         """
         self._state()
         if not 0 <= i < len(self.facilities_):
             raise IndexError(f"there is no facility {i}; there are {len(self.facilities_)}")
-        self._prices(cost, 1)
+        prices = self.prices_
+        prices[i] = self._prices(cost, 1)[0]
+        self._check_levels(prices, self._extremes)
         began = time.perf_counter()
         self._report(self._clusters.set_price(int(i), float(cost)), began)
         return self
@@ -297,6 +311,9 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         distances.origin, distances.places = np.array(arrays["origin"]), np.array(arrays["places"])
         distances.squares = np.einsum("md,md->m", distances.places, distances.places)
         self._clusters.restore(arrays)
+        active = self._clusters.active()
+        x, weights = distances.positions[active] + distances.origin, self._clusters.weights[active]
+        self._extremes = self._widened(x, weights, self._clusters.total)
         self._slot_of = dict(zip(state["ids"], state["slots"], strict=True))
         self._id_of = {slot: name for name, slot in self._slot_of.items()}
         self.n_features_in_ = distances.places.shape[1]
@@ -339,11 +356,9 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         return prices
 
     def _start(self, places: Float64[np.ndarray, "m d"], prices: Float64[np.ndarray, "m"]) -> None:
-        log_kappa = float(np.log(self.kappa))
         extent = float(np.linalg.norm(np.ptp(places, axis=0)))
-        span = level(prices.max() + extent, log_kappa) - level(float(prices.min()), log_kappa)
-        if span > _MOST_LEVELS:
-            raise ValueError(f"kappa={self.kappa} needs {span} levels for these prices; the most is {_MOST_LEVELS}")
+        self._extremes = _Extremes(extent, 1.0, 1.0)
+        self._check_levels(prices, self._extremes)
         clusters = Clusters(places, prices, kappa=float(self.kappa), slack=int(self.slack), dtype=np.dtype(self.dtype))
         if self.oracle == "hash":
             clusters.oracle = Hash(
@@ -357,8 +372,39 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         self._id_of: dict[int, Hashable] = {}
         self._n_seen = self.n_client_moves_ = self.n_facility_moves_ = 0
 
+    def _check_levels(self, prices: Float64[np.ndarray, "m"], extremes: "_Extremes") -> None:
+        """Refuse what would need too many levels, or overflow, before anything changes."""
+        farthest, lightest, heaviest = extremes
+        if farthest > float(np.finfo(self.dtype).max):
+            raise ValueError(f"distances up to {farthest:.2g} overflow {self.dtype}: choose a larger unit")
+        highest = float(prices.max()) / lightest + farthest  # the most that one unit of weight can come to cost
+        if not heaviest * highest < _HUGE:
+            raise ValueError(f"a weight of {heaviest:.2g} times a cost of {highest:.2g} overflows: choose other units")
+        log_kappa = float(np.log(self.kappa))
+        span = level(highest, log_kappa) - level(float(prices.min()) / heaviest, log_kappa)
+        if span > _MOST_LEVELS:
+            raise ValueError(
+                f"kappa={self.kappa} needs {span} levels for these prices, distances and weights; the most is "
+                f"{_MOST_LEVELS}"
+            )
+
+    def _widened(self, X: Float64[np.ndarray, "n d"], weights: Float64[np.ndarray, "n"], total: float) -> "_Extremes":
+        """The extremes with these clients, whose weights come to ``total`` with those present; the same where inside.
+
+        The weight is doubled, so that it is seldom passed again.
+        """
+        farthest, lightest, heaviest = self._extremes
+        distances = self._clusters.distances
+        away = float(np.linalg.norm(X - distances.origin, axis=1).max(initial=0.0))
+        far = away + float(np.sqrt(distances.squares.max()))
+        light = float(weights.min(initial=np.inf))
+        if far <= farthest and light >= lightest and total <= heaviest:
+            return self._extremes
+        return _Extremes(max(far, farthest), min(light, lightest), max(2 * total, heaviest))
+
     def _insert(self, X: Float64[np.ndarray, "n d"], ids: Any, sample_weight: Any) -> None:
-        names = list(range(self._n_seen, self._n_seen + len(X))) if ids is None else _id_list(ids)
+        counted = (i for i in itertools.count(self._n_seen) if i not in self._slot_of)
+        names = list(itertools.islice(counted, len(X))) if ids is None else _id_list(ids)
         if len(names) != len(X):
             raise ValueError(f"{len(names)} ids were given for {len(X)} rows")
         if present := [name for name in names if name in self._slot_of]:
@@ -369,8 +415,15 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         weights = np.ones(len(X)) if sample_weight is None else _check_sample_weight(_plain(sample_weight), X)
         if not (weights > 0).all():
             raise ValueError("sample_weight must be positive; leave out clients of weight 0")
+        weights = np.asarray(weights, np.float64)
+        with np.errstate(over="ignore"):  # of what is then refused
+            total = self._clusters.total + float(weights.sum())
+        extremes = self._widened(X, weights, total)
+        if extremes is not self._extremes:
+            self._check_levels(self._clusters.prices, extremes)
+            self._extremes = extremes
         began = time.perf_counter()
-        slots, changes = self._clusters.insert(X, np.asarray(weights, np.float64))
+        slots, changes = self._clusters.insert(X, weights)
         self._slot_of.update(zip(names, slots.tolist(), strict=True))
         self._id_of.update(zip(slots.tolist(), names, strict=True))
         self._n_seen += len(X)
@@ -405,4 +458,6 @@ def _check_squares(x: Float64[np.ndarray, "n d"], name: str) -> None:
 
 def _id_list(ids: Any) -> list[Hashable]:
     """Ids as Python values, so that 3 and numpy's 3 are written alike."""
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise TypeError(f"ids must be a list of ids, got {ids!r}; write [{ids!r}] for one client")
     return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

@@ -1,7 +1,8 @@
 """A stream of inserts and deletes from a table, kept as open facilities: what ``subspan facilities`` runs.
 
 Columns: ``op`` (insert, delete or price; insert where the column is missing), ``id`` (the row's number where it is
-missing; a facility's index for op price), ``weight``, ``price`` (for op price); every other column is a coordinate.
+missing; a facility's index for op price), ``weight``, ``price`` (for op price); every other column is a coordinate,
+except one without a name (the row numbers that R and pandas write).
 """
 
 import csv
@@ -21,13 +22,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from subspan.data import iterate_rows, read_numbers
+from subspan.data import NumberTable, iterate_rows, read_numbers
 from subspan.errors import ConfigError, DataError, SubspanError
 from subspan.files import replacing, write_json, write_text
 from subspan.structure.facility.estimator import DynamicFacilityLocation
 
 _SHOW_EVERY = 0.25  # seconds
-RESERVED = ("op", "id", "weight", "price")
+RESERVED = ("op", "id", "weight", "price", "")
+_OWN = ("facility", "clients")  # columns of the facilities.csv that a run writes, which may be another's places
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class StreamConfig:
 
     Attributes:
         source: csv, tsv or parquet file, or ``-`` for csv on standard input.
-        facilities: table of places, with an optional column ``price``; without it the first ``first`` inserted rows are
-            the places.
+        facilities: table of places, with an optional column ``price``, such as the ``facilities.csv`` of another run;
+            without it the first ``first`` inserted rows are the places.
         first: how many.
         price: of every facility, unless the table has prices.
         window: delete the oldest client beyond this many.
@@ -84,8 +86,8 @@ def run_stream(
         The content of ``summary.json``: the last :class:`Standing`, and the proven ratio.
 
     Raises:
-        DataError: a row that does not fit (it is named), or an empty stream.
-        ConfigError: ``out`` holds another run (``fresh=True`` replaces it), or no price is given.
+        DataError: a row or column that does not fit (it is named), or an empty stream.
+        ConfigError: ``out`` holds another run or a damaged one (``fresh=True`` replaces it), or no price is given.
         ValueError: parameters out of range.
     """
     if every < 1 or config.first < 1 or (config.window is not None and config.window < 1):
@@ -96,7 +98,8 @@ def run_stream(
     try:
         run.consume()
     except (KeyboardInterrupt, SubspanError):
-        run.save()  # everything up to the row before
+        if run.rows:
+            run.save()  # everything up to the row before
         raise
     run.save()
     if progress:
@@ -152,11 +155,13 @@ class _Run:
         if self.config.source != "-":
             for _ in range(self.rows):
                 next(rows, None)
-        shown = time.perf_counter()
+        shown, checked = time.perf_counter(), False
         with _WholeRows() as between_rows:
             if self.model is None:
                 rows = self._start(rows)
             for row in rows:
+                if not checked:
+                    checked = self._check_columns(row)
                 began = time.perf_counter()
                 with between_rows.held(), self._naming(self.rows + 1):
                     self._apply(row)
@@ -194,10 +199,12 @@ class _Run:
                 raise DataError(f"{config.source} inserts nothing")
             places, prices = np.stack(found), None
         else:
-            table = read_numbers(config.facilities)
+            table = _read_places(config.facilities)
             columns = dict(zip(table.names, table.values.T, strict=True))
             prices = columns.pop("price", None)
             self.names = list(columns)
+            if not columns:
+                raise DataError(f"{config.facilities} holds no coordinates")
             places = np.stack(list(columns.values()), axis=1)
         if prices is None and config.price is None:
             typical = float(np.median(np.linalg.norm(places - places.mean(axis=0), axis=1)))
@@ -209,6 +216,15 @@ class _Run:
         nobody = np.zeros((0, len(self.names)))
         self.model = model.fit(nobody, facilities=places, opening_cost=config.price if prices is None else prices)
         return chain(read, rows)
+
+    def _check_columns(self, row: Mapping[str, Any]) -> bool:
+        """Refuse columns that the places do not have: left out in silence they would change every distance."""
+        if odd := [name for name in row if name not in (*RESERVED, *self.names)]:
+            raise DataError(
+                f"{self.config.source} has the column {odd[0]!r}, but the places have {', '.join(self.names)}: leave "
+                "it out, or add it to the places"
+            )
+        return True
 
     def _apply(self, row: Mapping[str, Any]) -> None:
         assert self.model is not None
@@ -241,26 +257,30 @@ class _Run:
 
     def load(self) -> None:
         """Continue the run that the folder holds, if it holds one."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self.out / "state.safetensors"
         if not path.exists():
             return
-        with safe_open(path, "numpy") as file:
-            saved = json.loads(file.metadata()["run"])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        if saved["config"] != asdict(self.config):
-            mine = asdict(self.config)
-            differing = [name for name in mine if saved["config"].get(name) != mine[name]]
-            raise ConfigError(
-                f"{self.out} holds a run with another {', '.join(differing)}; start over, or choose a folder"
-            )
-        self.rows, self.seconds, self.names = saved["rows"], saved["seconds"], saved["names"]
-        self.model = DynamicFacilityLocation(**self.config.options)
-        self.model.load_state_dict(saved["state"] | {"arrays": arrays})
+        try:
+            with safe_open(path, "numpy") as file:
+                saved = json.loads(file.metadata()["run"])
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            if saved["config"] != asdict(self.config):
+                mine = asdict(self.config)
+                differing = [name for name in mine if saved["config"].get(name) != mine[name]]
+                raise ConfigError(
+                    f"{self.out} holds a run with another {', '.join(differing)}; start over, or choose a folder"
+                )
+            self.rows, self.seconds, self.names = saved["rows"], saved["seconds"], saved["names"]
+            self.model = DynamicFacilityLocation(**self.config.options)
+            self.model.load_state_dict(saved["state"] | {"arrays": arrays})
+            metrics = self.out / "metrics.jsonl"
+            lines = metrics.read_text("utf-8").splitlines() if metrics.exists() else []
+            self.log = [line for line in lines if json.loads(line)["rows"] <= self.rows]
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{self.out} holds a damaged run ({error}); start over with --fresh") from error
         self.present = dict.fromkeys(self.model.ids_)
-        lines = (self.out / "metrics.jsonl").read_text("utf-8").splitlines()
-        self.log = [line for line in lines if json.loads(line)["rows"] <= self.rows]
 
     def save(self) -> None:
         """One file with everything, so that it is always whole; then the metrics."""
@@ -292,6 +312,13 @@ class _Run:
         summary = asdict(self.standing()) | {"proven_ratio": model.certificate().ratio, "out": str(self.out)}
         write_json(self.out / "summary.json", summary)
         return summary
+
+
+def _read_places(path: str) -> NumberTable:
+    """The numbers of a table of places: its coordinates, and their prices where it has any."""
+    names = list(next(iterate_rows(path), {}))
+    unread = {*RESERVED, *(_OWN if set(_OWN) <= set(names) else ())} - {"price"}
+    return read_numbers(path, drop=[name for name in names if name in unread])
 
 
 def _operation(row: Mapping[str, Any]) -> str:

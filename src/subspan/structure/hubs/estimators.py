@@ -151,7 +151,7 @@ class HubDetector(BaseEstimator, ABC):
     ) -> Float64[np.ndarray, " p"]:
         """How often each variable is a hub when each population is subsampled without replacement.
 
-        A variable that a subsample leaves constant is left out there, and so not selected; a warning counts such subsamples.
+        A variable that a subsample leaves constant is not selected there; a warning counts such subsamples.
 
         Args:
             X: as for ``fit``; the fitted estimator keeps no data.
