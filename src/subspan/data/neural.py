@@ -128,18 +128,19 @@ def rotating_counts(
     n_neurons: int = 60,
     frequencies: tuple[float, ...] = (0.31, 0.17),
     rate: float = 2.0,
+    spread: float = 0.0,
     generator: torch.Generator,
 ) -> CountTrials:
     """Independent planar rotations, each with its own frequency (radians per bin), that drive Poisson neurons.
 
-    Every trial draws each rotation's phase and amplitude (0.5 to 1.5) on its own; counts have the mean
+    Every trial draws each rotation's phase and its radius in 1 - ``spread`` to 1 + ``spread``; counts have the mean
     ``rate`` exp(A z) with A normal of deviation 0.5. Our construction.
     """
     G = len(frequencies)
     phase = 2 * np.pi * torch.rand(n_trials, 1, G, generator=generator, dtype=torch.float64)
-    amplitude = 0.5 + torch.rand(n_trials, 1, G, generator=generator, dtype=torch.float64)
     angle = phase + torch.arange(bins).unsqueeze(-1) * torch.tensor(frequencies, dtype=torch.float64)
-    z = torch.stack([amplitude * angle.cos(), amplitude * angle.sin()], -1).reshape(n_trials, bins, 2 * G)
+    radius = 1 + spread * (2 * torch.rand(n_trials, 1, G, generator=generator, dtype=torch.float64) - 1)
+    z = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).reshape(n_trials, bins, 2 * G)
     A = 0.5 * torch.randn(n_neurons, 2 * G, generator=generator, dtype=torch.float64)
     counts = torch.poisson(rate * torch.exp(z @ A.T), generator=generator)
     return CountTrials(counts, z, tuple((2 * g, 2 * g + 1) for g in range(G)))
