@@ -606,7 +606,7 @@ def test_positions_are_embedded_in_the_stated_order() -> None:
     x32 = x.float()
     expected = torch.cat([x32, (x32.T * f).sin().reshape(1, 4), (x32.T * f).cos().reshape(1, 4)], 1)
     embedding = PositionEmbedding(2, 2, (-1, 1))
-    torch.testing.assert_close(embedding(x), expected)
+    torch.testing.assert_close(embedding.half()(x), expected)
     assert embedding.width == 10
     assert PositionEmbedding(3, 6, include=False).width == 36
 

@@ -113,21 +113,20 @@ class PositionEmbedding(nn.Module):
     In float32 or better. ``width`` is the number of features.
     """
 
-    frequencies: Tensor
-
     def __init__(
         self, axes: int, count: int = 6, exponents: tuple[float, float] = (-1, 4), include: bool = True
     ) -> None:
         super().__init__()
-        self.include = include
+        self.count, self.exponents, self.include = count, exponents, include
         self.width = axes * (include + 2 * count)
         if self.width < 1:
             raise ValueError("an embedding needs frequencies or the coordinates themselves")
-        self.register_buffer("frequencies", math.pi * torch.linspace(*exponents, count).exp2(), persistent=False)
 
     def forward(self, x: Float[Tensor, "*b p"]) -> Float[Tensor, "*b e"]:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        phase = (x.unsqueeze(-1) * self.frequencies.to(x.dtype)).flatten(-2)
+        # made here, not kept: a model cast to half precision would have rounded them
+        frequencies = math.pi * torch.linspace(*self.exponents, self.count, dtype=x.dtype, device=x.device).exp2()
+        phase = (x.unsqueeze(-1) * frequencies).flatten(-2)
         return torch.cat([*([x] if self.include else []), phase.sin(), phase.cos()], -1)
 
 
