@@ -1,4 +1,4 @@
-"""subspan tune: fine-tune a Hugging Face model with a low-rank adapter."""
+"""subspan tune: fine-tune a Hugging Face model, with a low-rank adapter unless told otherwise."""
 
 import json
 import os
@@ -112,5 +112,6 @@ def tune(
         return
     for name, value in summary["after"].items():
         print(f"{name}: {summary['before'][name]:.4f} before, {value:.4f} after")
-    print(f"adapter: {resolved.output / 'adapter'}")
+    kind = "adapter" if resolved.adapter else "model"
+    print(f"{kind + ':':8} {resolved.output / kind}")
     print(f"report:  {resolved.output / 'report.html'}")

@@ -78,6 +78,20 @@ class FisherOptions(Section):
         return self
 
 
+ZEROTH = ("mezo", "lozo", "lozo+")
+
+
+class Zeroth(Section):
+    """Options of the optimisers that only evaluate the loss; see subspan.optim.LOZOPlus."""
+
+    eps: Positive = 1e-3
+    rank: PositiveInt | None = None
+    interval: PositiveInt = 50
+    candidates: PositiveInt = 16
+    threshold: Annotated[float, Field(ge=0)] = 1.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
 class Privacy(Section):
     """Differential privacy at the level of one training row."""
 
@@ -102,16 +116,19 @@ class Config(Section):
     prompt: str = Field("{text}", description="causal-lm: the user's message; {text} is the row's text")
     system: str | None = Field(None, description="causal-lm: the system message (default: the chat template's own)")
     output: Path = Field(description="the run folder")
-    adapter: Adapter = Adapter()
+    adapter: Adapter | None = Field(Adapter(), description="null trains every weight of the model itself")
     init: Annotated[str, AfterValidator(_known_init)] = "default"
     calibration_rows: PositiveInt = Field(32, description="training rows that a data-dependent init looks at")
     fisher: FisherOptions = FisherOptions()
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "mezo", "lozo", "lozo+"] = "adamw"
+    zeroth: Zeroth = Zeroth()
     privacy: Privacy | None = None
     lr: Positive = 2e-4
     head_lr: Positive | None = Field(None, description="learning rate of the new classification head (default: lr)")
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps with rising rate")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.05, description="share of the steps with rising rate (0 by default without gradients)"
+    )
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     batch_size: PositiveInt = Field(16, description="rows a step (the expected number, under privacy)")
@@ -140,6 +157,17 @@ class Config(Section):
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         private = self.privacy
+        if self.optimizer in ZEROTH:
+            if private is not None:
+                raise ValueError(
+                    f"optimizer: {self.optimizer} never sees the gradient of a row, which a private step has to clip; "
+                    "use adamw or muon"
+                )
+            if "warmup" not in self.model_fields_set:
+                self.warmup = 0.0  # the first step would be one of rate 0, for which the weights are kept as a copy
+        if self.adapter is None and (self.init != "default" or private is not None):
+            what = f"init: {self.init}" if private is None else "privacy"
+            raise ValueError(f"{what} works on the factors of an adapter, and adapter: null asks for none")
         if self.init in DATA_INITS and private is not None and not self.data.public:
             raise ValueError(
                 f"init: {self.init} looks at the training rows without noise, which breaks the privacy guarantee; "
@@ -158,7 +186,7 @@ class Config(Section):
             raise ValueError("privacy.method: ffa freezes half of each factor pair and is defined for adamw only")
         if private is not None and self.accumulate > 1:
             raise ValueError("under privacy, batches are split by privacy.physical_batch; leave accumulate at 1")
-        if private is not None and self.adapter.dora:
+        if private is not None and self.adapter is not None and self.adapter.dora:
             raise ValueError("dora has magnitudes outside the factor pairs, which the private step does not cover")
         return self
 

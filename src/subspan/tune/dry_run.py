@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from subspan.tune.config import Config
+from subspan.tune.config import ZEROTH, Config
 
 
 def plan(config: Config) -> dict[str, Any]:
@@ -15,16 +15,22 @@ def plan(config: Config) -> dict[str, Any]:
     task, rows = load_task(config)
     base = load_model(config, rows.labels, meta=True)
     shape: Any = base.config
-    targets = find_targets(base, config.adapter.targets, exclude=head_names(base))
-    lora = LoraConfig(r=config.adapter.r, target_modules=list(targets), task_type=task.peft_task)
-    counts = parameter_counts(get_peft_model(base, lora))  # pyright: ignore[reportArgumentType]
+    targets: dict[str, Any] = {}
+    if config.adapter:
+        targets = find_targets(base, config.adapter.targets, exclude=head_names(base))
+        lora = LoraConfig(r=config.adapter.r, target_modules=list(targets), task_type=task.peft_task)
+        counts = parameter_counts(get_peft_model(base, lora))  # pyright: ignore[reportArgumentType]
+    else:
+        counts = parameter_counts(base)
     lengths = [len(r["input_ids"]) for r in rows.train]
     rows_at_once = config.privacy.physical_batch if config.privacy else config.batch_size // config.accumulate
     tokens = rows_at_once * max(lengths)
     # Per token and layer about 34 hidden sizes of two bytes are kept for the backward pass (Korthikanti et
     # al. 2022), here of four; AdamW holds two numbers per trained value, the gradient is a third.
-    activations = 34 * shape.hidden_size * shape.num_hidden_layers * tokens * 2
-    memory = 4 * counts["parameters"] + 12 * counts["trained"] + activations
+    # Without a backward pass one layer's are held at a time, and nothing per trained value.
+    forward_only = config.optimizer in ZEROTH
+    activations = 34 * shape.hidden_size * (1 if forward_only else shape.num_hidden_layers) * tokens * 2
+    memory = 4 * counts["parameters"] + (0 if forward_only else 12) * counts["trained"] + activations
     facts: dict[str, Any] = {
         **counts,
         "targets": len(targets),

@@ -30,6 +30,11 @@ class RunFolder:
         return self.path / "adapter"
 
     @property
+    def model(self) -> Path:
+        """The whole model, where no adapter was asked for."""
+        return self.path / "model"
+
+    @property
     def start(self) -> Path:
         """What was taken out of the base before the first step (only for starts that edit the base)."""
         return self.path / "start.safetensors"
@@ -70,7 +75,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for item in ("checkpoints", "adapter", "twin", "logs"):
+        for item in ("checkpoints", "adapter", "model", "twin", "logs"):
             shutil.rmtree(self.path / item, ignore_errors=True)
         for file in (self.metrics, self.start, self.before, self.summary, self.report, self.config):
             file.unlink(missing_ok=True)

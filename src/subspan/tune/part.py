@@ -46,8 +46,8 @@ class Run:
 class Part:
     """One method in a run. Override the hooks it needs; the recipe calls them in this order."""
 
-    logs_loss = True
-    """Whether the training loss may be written to metrics.jsonl."""
+    logs: tuple[str, ...] = ("loss", "learning_rate", "grad_norm")
+    """Which of the trainer's figures have a meaning, and may be written to metrics.jsonl."""
 
     def prepare_base(self, run: Run) -> None:
         """The base model is loaded and bare: look at it, calibrate."""
@@ -57,7 +57,7 @@ class Part:
         return {}
 
     def prepare_adapter(self, run: Run) -> None:
-        """The peft model exists: write its start. If the base must change, set ``run.shift``."""
+        """The model that will be trained exists: write its start. If the base must change, set ``run.shift``."""
 
     def optimizer(self, run: Run) -> torch.optim.Optimizer | None:
         """The optimiser of the run, from the one part that brings it."""
@@ -70,6 +70,10 @@ class Part:
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor | None:
         """Forward and backward of one batch, if the part does it itself; returns the mean loss for the log."""
         return None
+
+    def figures(self) -> dict[str, float]:
+        """What the progress and metrics.jsonl should show beside the loss."""
+        return {}
 
     def save(self, folder: Path) -> None:
         """Write this part's state into a checkpoint."""

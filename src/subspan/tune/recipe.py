@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from subspan.errors import ConfigError, DataError, MissingExtra
 from subspan.files import write_json
 from subspan.surgery import BaseShift, export_plain_lora, factor_pairs, find_targets, role_of, weight_matrix
-from subspan.tune.config import Config
+from subspan.tune.config import ZEROTH, Adapter, Config
 from subspan.tune.folder import RunFolder
 from subspan.tune.part import Part, Run
 from subspan.tune.parts import assemble
@@ -128,9 +130,9 @@ def _train(config: Config, folder: RunFolder, display: Display, started: bool) -
     parts = assemble(config)
     run = Run(config, folder.path, task, rows.train, model, display.say, resuming=started)
     run.note("data", train=len(rows.train), validation=len(rows.validation), test=len(rows.test), labels=rows.labels)
-    attach_adapter(run, parts, folder)
+    prepare(run, parts, folder)
     model = run.model
-    run.note("adapter", **parameter_counts(model))
+    run.note("adapter" if config.adapter else "model", **parameter_counts(model))
 
     def evaluate(split: list[Row]) -> dict[str, float]:
         return score(task, run.model, split, config.batch_size, display)
@@ -140,7 +142,7 @@ def _train(config: Config, folder: RunFolder, display: Display, started: bool) -
         lambda: evaluate(rows.validation),
         config.evaluate_every,
         display.progress,
-        logs_loss=all(p.logs_loss for p in parts),
+        parts,
         writes=processes.is_main_process,
     )
     last = latest_checkpoint(folder.path)
@@ -167,9 +169,12 @@ def _train(config: Config, folder: RunFolder, display: Display, started: bool) -
     display.say(f"scoring {len(rows.test)} held-out rows after training")
     after = evaluate(rows.test)
     journal.write({"step": config.max_steps, **{f"test_{k}": v for k, v in after.items()}})
-    display.say("writing the adapter and the report")
+    display.say(f"writing the {'adapter' if config.adapter else 'model'} and the report")
     if processes.is_main_process:
-        export_plain_lora(model, folder.adapter, run.shift)
+        if config.adapter:
+            export_plain_lora(model, folder.adapter, run.shift)
+        else:
+            save_whole(model, task.tokenizer, folder.model)
     from subspan.tune.report import layer_table
 
     return {
@@ -177,26 +182,39 @@ def _train(config: Config, folder: RunFolder, display: Display, started: bool) -
         "after": after,
         "steps": config.max_steps,
         "facts": run.facts,
-        "layers": layer_table(factor_pairs(model), run.shift),
+        "layers": layer_table(factor_pairs(model), run.shift) if config.adapter else [],
     }
 
 
-def attach_adapter(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
-    """From the bare base to the started peft model; on resume the recorded start is repeated instead of computed."""
+def prepare(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
+    """From the bare base to the started model; on resume the recorded start is repeated instead of computed."""
     from accelerate import PartialState
-    from peft import LoraConfig, get_peft_model
 
-    config, base = run.config, run.model
-    wanted = config.adapter
+    wanted = run.config.adapter
+    run.targets = list(_checked_targets(run.model, wanted)) if wanted else []
+    if not run.resuming:
+        for part in parts:
+            part.prepare_base(run)
+    if wanted:
+        _attach_adapter(run, wanted, parts, folder)
+    for part in parts:
+        part.prepare_adapter(run)
+    if run.shift is not None and not run.resuming and PartialState().is_main_process:
+        run.shift.save(folder.start)
+
+
+def _checked_targets(base: nn.Module, wanted: Adapter) -> dict[str, nn.Module]:
     targets = find_targets(base, wanted.targets, exclude=head_names(base))
     for name, module in targets.items():
         limit = min(weight_matrix(module).shape)
         if wanted.r > limit:
             raise ConfigError(f"adapter.r={wanted.r} exceeds the smaller side of {name} ({limit}); lower r")
-    run.targets = list(targets)
-    if not run.resuming:
-        for part in parts:
-            part.prepare_base(run)
+    return targets
+
+
+def _attach_adapter(run: Run, wanted: Adapter, parts: Sequence[Part], folder: RunFolder) -> None:
+    from peft import LoraConfig, get_peft_model
+
     options: dict[str, Any] = {}
     for part in parts:
         options |= part.lora_options(run)
@@ -210,16 +228,22 @@ def attach_adapter(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
         task_type=run.task.peft_task,
         **options,
     )
-    run.model = get_peft_model(base, lora)  # pyright: ignore[reportArgumentType]
+    run.model = get_peft_model(run.model, lora)  # pyright: ignore[reportArgumentType]
     if run.resuming:
         run.shift = BaseShift.load(folder.start)
         run.shift.apply(run.model)
         for pair in factor_pairs(run.model):
             pair.write(run.shift.start[pair.name])
-    for part in parts:
-        part.prepare_adapter(run)
-    if run.shift is not None and not run.resuming and PartialState().is_main_process:
-        run.shift.save(folder.start)
+
+
+def save_whole(model: Any, tokenizer: Any, path: Path) -> None:
+    """The whole model and its tokenizer, as ``from_pretrained`` reads them; the folder appears when it is complete."""
+    staging = path.with_name(f".{path.name}.part")
+    for folder in (staging, path):
+        shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    staging.rename(path)
 
 
 def head_names(model: nn.Module) -> list[str]:
@@ -380,7 +404,8 @@ def training_arguments(config: Config) -> Any:
         learning_rate=config.lr,
         lr_scheduler_type=config.schedule if config.schedule != "constant" else "constant_with_warmup",
         warmup_steps=round(config.warmup * config.max_steps),
-        max_grad_norm=0.0 if config.privacy else config.max_grad_norm,  # private steps clip each row by itself
+        # Private steps clip each row by itself; without gradients there is nothing to clip.
+        max_grad_norm=0.0 if config.privacy or config.optimizer in ZEROTH else config.max_grad_norm,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
         logging_first_step=True,

@@ -54,11 +54,11 @@ def write_report(folder: RunFolder, config: Config, summary: Mapping[str, Any]) 
         _outcome(config, summary),
         _learning(records),
         *_privacy(summary),
-        _update(summary["layers"]),
+        *([_update(summary["layers"])] if summary["layers"] else []),
         _trained(summary),
         _reload(config, folder, summary),
         Section("Configuration", [Code(dump(config))]),
-        _layers(summary["layers"]),
+        *([_layers(summary["layers"])] if summary["layers"] else []),
     ]
     lead = f"{config.model} on {config.data.source}: {config.max_steps} steps, {summary['seconds']:.0f} s."
     Page(f"subspan tune: {config.output.name}", sections, lead).write(folder.report)
@@ -169,15 +169,16 @@ def _trained(summary: Mapping[str, Any]) -> Section:
 def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Section:
     source = model_source(config.model)
     home, kind, options = "transformers", "AutoModelForCausalLM", "gguf_file=source.gguf_file"
-    words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
     if config.task == "classification":
         wanted = classifier_class(source.path)
+        home = "subspan.tune" if wanted is SentenceClassifier else home
         kind, options = wanted.__name__, f"num_labels={len(summary['facts']['data']['labels'])}"
-        if wanted is SentenceClassifier:
-            home = "subspan.tune"
-            words = (
-                "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
-            )
+    if config.adapter is None:
+        code = f"from {home} import {kind}\n\nmodel = {kind}.from_pretrained({str(folder.model)!r})"
+        return Section("Load it again", [Text("The folder holds the whole model and its tokenizer."), Code(code)])
+    words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
+    if home == "subspan.tune":
+        words = "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
     code = (
         "from peft import PeftModel\n"
         f"from {home} import {kind}\n"

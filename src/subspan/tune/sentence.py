@@ -1,11 +1,16 @@
 """Sentence encoders as classifiers: the head reads the mean of the tokens, as the encoder was trained to be read."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from subspan.files import write_json
+
+_POOLING, _HEAD = "1_Pooling/config.json", "classifier.safetensors"
 
 
 def pools_by_mean(path: str) -> bool:
@@ -14,7 +19,7 @@ def pools_by_mean(path: str) -> bool:
 
     found = cached_file(
         path,
-        "1_Pooling/config.json",
+        _POOLING,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
@@ -49,9 +54,22 @@ class SentenceClassifier(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> "SentenceClassifier":
+        """An encoder with a new head, or what ``save_pretrained`` wrote."""
+        from safetensors.torch import load_file
         from transformers import AutoModel
 
-        return cls(AutoModel.from_pretrained(path, **options))
+        made = cls(AutoModel.from_pretrained(path, **options))
+        if (head := Path(path) / _HEAD).exists():
+            made.classifier.load_state_dict(load_file(head))
+        return made
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """A sentence-transformers folder, as the encoder came from, with the head beside it."""
+        from safetensors.torch import save_file
+
+        self.encoder.save_pretrained(path)
+        save_file(self.classifier.state_dict(), Path(path) / _HEAD)
+        write_json(Path(path) / _POOLING, {"pooling_mode_mean_tokens": True})
 
     @classmethod
     def from_config(cls, config: Any) -> "SentenceClassifier":

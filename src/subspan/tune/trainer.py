@@ -190,12 +190,12 @@ class Journal(TrainerCallback):
         evaluate: Callable[[], dict[str, float]] | None,
         every: int | None,
         progress: Callable[[int, int, dict[str, float]], None],
-        logs_loss: bool = True,
+        parts: Sequence[Part] = (),
         writes: bool = True,
     ) -> None:
-        self.path, self.evaluate, self.every, self.progress = path, evaluate, every, progress
+        self.path, self.evaluate, self.every, self.progress, self.parts = path, evaluate, every, progress, parts
         self.writes = writes
-        self.logged = ("loss", "learning_rate", "grad_norm") if logs_loss else ("learning_rate",)
+        self.logged = [k for k in Part.logs if all(k in p.logs for p in parts)]
 
     def write(self, record: dict[str, Any]) -> None:
         if not self.writes:
@@ -227,5 +227,7 @@ class Journal(TrainerCallback):
         if not logs or "loss" not in logs:
             return
         kept = {k: logs[k] for k in self.logged if k in logs}
+        for part in self.parts:
+            kept |= part.figures()
         self.write({"step": state.global_step, **kept})
         self.progress(state.global_step, state.max_steps, {k: v for k, v in kept.items() if k != "grad_norm"})

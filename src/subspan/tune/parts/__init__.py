@@ -1,6 +1,6 @@
 """The methods that plug into a run, and which configuration brings which."""
 
-from subspan.tune.config import Config
+from subspan.tune.config import ZEROTH, Config
 from subspan.tune.part import Part
 
 
@@ -9,8 +9,15 @@ def assemble(config: Config) -> list[Part]:
     from subspan.tune.parts.optimisers import AdamW, Muon
     from subspan.tune.parts.private import PrivateSteps
     from subspan.tune.parts.starts import FisherStart, PeftStart
+    from subspan.tune.parts.zeroth import ZerothOrder
 
-    start = FisherStart(config.fisher) if config.init == "fisher" else PeftStart(config.init)
+    parts: list[Part] = []
+    if config.adapter is not None:
+        parts.append(FisherStart(config.fisher) if config.init == "fisher" else PeftStart(config.init))
     if config.privacy is not None:
-        return [start, PrivateSteps(config.privacy)]
-    return [start, Muon() if config.optimizer == "muon" else AdamW()]
+        parts.append(PrivateSteps(config.privacy))
+    elif config.optimizer in ZEROTH:
+        parts.append(ZerothOrder(config.optimizer, config.zeroth))
+    else:
+        parts.append(Muon() if config.optimizer == "muon" else AdamW())
+    return parts

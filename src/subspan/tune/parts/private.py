@@ -42,7 +42,7 @@ def _check_rate(batch_size: int, rows: int) -> None:
 class PrivateSteps(Part):
     """Poisson batches, each row's gradient clipped, noise added, and the budget kept."""
 
-    logs_loss = False
+    logs = ("learning_rate",)
 
     def __init__(self, privacy: Privacy) -> None:
         self.privacy = privacy

@@ -32,6 +32,7 @@ class PeftStart(Part):
         from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 
         adapter = run.config.adapter
+        assert adapter is not None
         options: dict[str, Any] = (
             {"corda_config": CordaConfig()} if self.init == "corda" else {"lora_ga_config": LoraGAConfig()}
         )
@@ -94,6 +95,7 @@ class FisherStart(Part):
         from subspan.surgery import collect_fisher
 
         config = run.config
+        assert config.adapter is not None
         run.say(f"measuring Fisher information on {config.calibration_rows} training rows")
         batches = [{k: batch[k] for k in ("input_ids", "attention_mask", "labels")} for batch in run.calibration()]
         self.stats = collect_fisher(
