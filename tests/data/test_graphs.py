@@ -69,6 +69,8 @@ def test_digits_graphs_share_no_digit_and_the_source_is_standardised():
     rows = {row.numpy().tobytes() for graph in (source, target) for row in graph.x}
     assert len(rows) == 1797
     check_simple_and_symmetric(target.edge_index.numpy(), 899)
+    few = digits_graphs(0.5, 0.5, size=101, random_state=1)
+    assert [len(graph.x) for graph in few] == [50, 51]
 
 
 def test_blogcatalog():

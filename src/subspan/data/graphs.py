@@ -110,19 +110,20 @@ def digits_graphs(
     noise: tuple[float, float] = (3.0, 4.0),
     scale: float = 0.85,
     degree: float = 12.0,
+    size: int = 1797,
     random_state: Any = None,
 ) -> tuple[Graph, Graph]:
-    """Random halves of scikit-learn's digits as source (898 nodes) and target (899), with edges drawn by class.
+    """Random halves of scikit-learn's digits as source and target (898 and 899 nodes), with edges drawn by class.
 
     Source attributes are X + noise[0] N(0, 1), target attributes scale X + noise[1] N(0, 1), both standardised by the
-    source; ``source``, ``target`` and ``degree`` are those of :func:`homophilous_edges`.
+    source; ``source``, ``target`` and ``degree`` are those of :func:`homophilous_edges`. ``size`` digits are used.
     """
     from sklearn.datasets import load_digits
     from sklearn.utils import check_random_state
 
     rng = check_random_state(random_state)
     digits: Any = load_digits()
-    order = rng.permutation(len(digits.data))
+    order = rng.permutation(len(digits.data))[:size]
     halves = order[: len(order) // 2], order[len(order) // 2 :]
     x = [
         factor * digits.data[half] + spread * rng.normal(size=(len(half), digits.data.shape[1]))

@@ -44,7 +44,7 @@ class PSAHS(BaseEstimator):
     The target's labels are never read, except for ``selection="target_val"``.
 
     Args:
-        hidden, layers: width and depth of the encoder, a :class:`DirGCN`.
+        hidden, layers: width, also of its output, and depth of the encoder, a :class:`DirGCN`.
         h0: the prescribed homophily, in (0, 1).
         rw_freq: epochs between adjustments of the target.
         lambda_max: strength of the alignment; 0 leaves it out. The paper's code has 1, which was worse wherever we
@@ -79,6 +79,8 @@ class PSAHS(BaseEstimator):
     Source: Progressive Graph Structure Adjustment for Homophily Shift Adaptation, ICML 2026. ``lambda_max`` = 0.1,
     label-free selection and the diagnosis are ours.
     """
+
+    _loop = Alternation  # the peers of the claim train otherwise
 
     @no_type_check  # scikit-learn wants a constructor that stores anything; fit says what is wrong
     def __init__(
@@ -153,7 +155,7 @@ class PSAHS(BaseEstimator):
             mlp = copy.deepcopy(self.mlp) if self.mlp is not None else fit_mlp(domains[0], self.n_classes_)
             self.mlp_ = mlp.to(device).requires_grad_(False).eval()
             attribute_labels = evaluated(self.mlp_, lambda: self.mlp_(domains[1].x)).argmax(1)
-            run = Alternation(domains, self._networks(domains[0]), attribute_labels, schedule)
+            run = self._loop(domains, self._networks(domains[0]), attribute_labels, schedule)
             self._train(run, checkpoint)
         self.networks_, self.history_ = run.networks.eval(), run.history
         self.pseudo_labels_ = run.labels
@@ -314,7 +316,7 @@ class PSAHS(BaseEstimator):
 
     def _networks(self, source: Domain) -> Networks:
         if self.encoder is None:
-            encoder: nn.Module = DirGCN(source.x.shape[1], self.hidden, 128, self.layers)
+            encoder: nn.Module = DirGCN(source.x.shape[1], self.hidden, self.hidden, self.layers)
         else:
             encoder = copy.deepcopy(self.encoder)
         encoder = encoder.to(source.x)
