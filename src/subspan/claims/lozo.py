@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from subspan.claims.claim import Cell, Claim, Plot, Results, Row, Statement
 from subspan.data import digits
+from subspan.errors import NonFinite
 from subspan.optim import LOZO, LOZOPlus, MeZO, ZOOptimizer, alignment, query_gain
 
 Make = Callable[..., ZOOptimizer]
@@ -144,7 +145,10 @@ class Adaptation:
                 logits = model(x[rows])
                 return (logits.argmax(1) != y[rows]).double().mean() if errors else cross_entropy(logits, y[rows])
 
-            optimizer.step(loss)
+            try:
+                optimizer.step(loss)
+            except NonFinite:  # diverged: its scores say so
+                break
             if isinstance(optimizer, LOZO) and optimizer.t % optimizer.interval == 1:
                 aligned.append(self._alignment(model, optimizer))
         return model, optimizer, aligned
