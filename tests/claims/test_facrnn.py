@@ -25,10 +25,8 @@ def results(method: str = "", metric: str = "", value: float = 0.0) -> Results:
                 given = scores | ({metric: value} if name == method else {})
                 given = given if split == "interleaved" else dict.fromkeys(given, 0.0)
                 rows += [Row(name, {"split": split}, k, seed, v) for k, v in given.items()]
-        for spread in (0.0, 0.5):
-            given = ROTATIONS | ({metric: value} if method == "rotations" else {})
-            given = given if spread == 0 else {"matched R2": 0.0, "leak": 1.0}
-            rows += [Row("FacRNN", {"data": "rotations", "spread": spread}, k, seed, v) for k, v in given.items()]
+        given = ROTATIONS | ({metric: value} if method == "rotations" else {})
+        rows += [Row("FacRNN", {"data": "rotations"}, k, seed, v) for k, v in given.items()]
     return Results(rows)
 
 
