@@ -62,6 +62,7 @@ def test_the_smoke_run_has_every_method(tmp_path):
     assert {s["text"] for s in report["statements"]} == {s.text for s in CLAIM.statements}
     assert all(s["measured"] is not None for s in report["statements"])
     measured = {row["method"] for row in report["rows"] if row["setting"].get("split") == "interleaved"}
-    assert set(LORENZ) | {"lrRNN + SVD", "lrRNN + ICA"} == measured
+    readouts = {f"lrRNN + {name}{how}" for name in ("SVD", "ICA") for how in ("", ", grouped by PC")}
+    assert set(LORENZ) | readouts == measured
     metrics = {row["metric"] for row in report["rows"] if row["method"] == "FacRNN"}
     assert {"PC", "PC excess", "TC", "corr W", "component R2", "latent R2, best partition", "leak"} <= metrics

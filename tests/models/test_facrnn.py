@@ -445,10 +445,10 @@ def test_more_groups_than_there_are_and_other_alignments():
 
 
 def test_partitions_are_enumerated_once():
-    from subspan.models.facrnn.alignment import _partitions
+    from subspan.models.facrnn.alignment import partitions
 
     for sizes, count in (([3, 3], 10), ([1, 2, 1], 6), ([2, 2, 2], 15)):
-        found = _partitions(tuple(range(sum(sizes))), sizes)
+        found = partitions(tuple(range(sum(sizes))), sizes)
         assert len({frozenset(map(frozenset, partition)) for partition in found}) == len(found) == count
 
 

@@ -23,7 +23,9 @@ from subspan.models import (
     resolve_groups,
     svd_readout,
 )
+from subspan.models.facrnn.alignment import partitions
 from subspan.models.facrnn.network import scott_std
+from subspan.models.facrnn.penalty import Groups, aggregated_partial_correlation
 
 # method -> its arguments beside n_components=6
 LORENZ: dict[str, dict[str, Any]] = {
@@ -56,6 +58,18 @@ def quiet(run: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
 def r2(x: np.ndarray, fitted: np.ndarray) -> float:
     """Mean over channels, 1 - SSE / SST."""
     return float(np.mean(1 - np.square(x - fitted).sum(0) / np.square(x - x.mean(0)).sum(0)))
+
+
+def least_dependent(z: np.ndarray) -> Groups:
+    """Of the ten partitions of six coordinates into threes the one with the lowest PC: groups without a penalty."""
+    means = torch.from_numpy((z - z.mean(0)) / z.std(0)).float()
+
+    def pc(groups: Groups) -> float:
+        generator = torch.Generator().manual_seed(0)
+        log_std = float(np.log(scott_std(*means.shape)))
+        return aggregated_partial_correlation(means, log_std, groups, draws=1, generator=generator)
+
+    return min((tuple(groups) for groups in partitions(tuple(range(6)), [3, 3])), key=pc)
 
 
 def standardised_dependence(z: np.ndarray, groups: Any, seed: int) -> dict[str, float]:
@@ -117,6 +131,9 @@ def measure_lorenz(seed: int, smoke: bool, *, split: str) -> list[Row]:
             }
             for name, readout in readouts.items():
                 basis(name, readout.latents(u), readout.sub_connectivities(groups), groups, recon)
+                found = least_dependent(readout.latents(model.history(x, mask=train_only)))
+                parts = readout.sub_connectivities(found)
+                basis(f"{name}, grouped by PC", readout.latents(u), parts, found, recon)
 
     for method, options in LORENZ.items():
         fit(method, options)

@@ -104,11 +104,11 @@ def best_partition(
         count //= math.factorial(same)
     if count > max_partitions:
         raise ValueError(f"there are {count:,} partitions, more than max_partitions={max_partitions:,}")
-    reports = [align_groups(z_pred, z_true, groups, groups_true) for groups in _partitions(tuple(range(K)), sizes)]
+    reports = [align_groups(z_pred, z_true, groups, groups_true) for groups in partitions(tuple(range(K)), sizes)]
     return max(reports, key=lambda report: report.r2)
 
 
-def _partitions(rest: tuple[int, ...], sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
+def partitions(rest: tuple[int, ...], sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """Every set of groups of these sizes once: the first coordinate left is in the next group of each size tried."""
     if not rest:
         return [[]]
@@ -119,7 +119,7 @@ def _partitions(rest: tuple[int, ...], sizes: Sequence[int]) -> list[list[tuple[
         for others in itertools.combinations(rest[1:], size - 1):
             group = (rest[0], *others)
             left = tuple(k for k in rest if k not in group)
-            out += [[group, *tail] for tail in _partitions(left, remaining)]
+            out += [[group, *tail] for tail in partitions(left, remaining)]
     return out
 
 
