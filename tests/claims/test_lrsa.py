@@ -6,7 +6,7 @@ import pytest
 
 from subspan.claims import run_claim
 from subspan.claims.claim import Results, Row
-from subspan.claims.lrsa import CLAIM, FLUID, METHODS, PRECISION
+from subspan.claims.lrsa import CLAIM, DARCY, FLUID, PRECISION
 
 GOOD = {
     ("LRSA", "error"): 0.05,
@@ -70,5 +70,5 @@ def test_smoke_form_runs_the_whole_path(tmp_path) -> None:
     methods: dict[str, set[str]] = {}
     for row in outcome["rows"]:
         methods.setdefault(row["setting"]["task"], set()).add(row["method"])
-    assert methods == {"darcy": {*METHODS, "Mean field", "Ridge"}, "fluid": {*FLUID}, "precision": {*PRECISION}}
+    assert methods == {"darcy": {*DARCY, "Mean field", "Ridge"}, "fluid": {*FLUID}, "precision": {*PRECISION}}
     assert len(CLAIM.seeds) >= 3

@@ -26,7 +26,7 @@ from subspan.models import (
     relative_l2_gradient,
     spectrum,
 )
-from subspan.models.lrsa.attention import Attention, attention_weights, key_bias
+from subspan.models.lrsa.attention import Attention, attention_weights, key_bias, rotary_angles, rotate
 from subspan.models.lrsa.checks import check_arguments
 from subspan.models.lrsa.operator import PositionEmbedding
 
@@ -609,6 +609,18 @@ def test_positions_are_embedded_in_the_stated_order() -> None:
     torch.testing.assert_close(embedding.half()(x), expected)
     assert embedding.width == 10
     assert PositionEmbedding(3, 6, include=False).width == 36
+
+
+def test_rotations_compose_and_leave_products_to_differences() -> None:
+    x, y = normal(1, 2, 5, 7), normal(1, 2, 5, 7, seed=1)  # three pairs, and one channel that stays
+    a, b = rotary_angles(normal(1, 5, 1), 7, (-1.0, 1.0)), rotary_angles(normal(1, 5, 1, seed=1), 7, (-1.0, 1.0))
+    assert a.shape == (1, 1, 5, 3)
+    torch.testing.assert_close(a[..., 0] * 4, a[..., 2], **EXACT)
+    torch.testing.assert_close(rotate(rotate(x, a), b), rotate(x, a + b), **EXACT)
+    products = [(rotate(x, p) * rotate(y, q)).sum(-1) for p, q in ((a, b), (a - b, torch.zeros_like(b)))]
+    torch.testing.assert_close(*products, **EXACT)
+    assert (rotate(x, a)[..., :6] - x[..., :6]).abs().min() > 0
+    assert torch.equal(rotate(x, a)[..., 6], x[..., 6])
 
 
 def test_time_moves_the_answer_and_a_network_can_lift_and_project() -> None:

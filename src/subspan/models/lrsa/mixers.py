@@ -49,8 +49,9 @@ class LowRankMixer(Protocol):
 class LRSAAttention(nn.Module):
     """Low-rank spatial attention: M learned queries read the N points, exchange, and every point reads them.
 
-    Its input is normalised point features (``LRSABlock`` does that) and its output is what to add to the stream. It
-    costs (4 + ...) N d² + 4 N M d multiply-adds: linear in the number of points, which may differ between calls.
+    Its input is normalised point features (``LRSABlock`` does that) and its output is what to add to the stream. Beside
+    what M tokens cost it takes 4 N d² + 4 N M d multiply-adds: linear in the number of points, which may differ between
+    calls.
 
     Args:
         d: width, a multiple of ``heads``; give heads a width of 16 or more.

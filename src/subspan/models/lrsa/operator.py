@@ -79,10 +79,12 @@ class LRSABlock(nn.Module):
         if point not in ("ffn", "conv"):
             raise ValueError(f"point must be 'ffn' or 'conv', got {point!r}")
         self.norm, self.point_norm = make_norm(norm, d), make_norm(norm, d)
-        self.mixer = mixer or LRSAAttention(
-            d, heads, latents, ffn_ratio=ffn_ratio, gated=gated, qk_norm=qk_norm, norm=norm,
-            latent_attention=latent_attention, rotary=rotary, depth=depth, generator=generator,
-        )  # fmt: skip
+        if mixer is None:
+            mixer = LRSAAttention(
+                d, heads, latents, ffn_ratio=ffn_ratio, gated=gated, qk_norm=qk_norm, norm=norm,
+                latent_attention=latent_attention, rotary=rotary, depth=depth, generator=generator,
+            )  # fmt: skip
+        self.mixer = mixer
         self.point = (
             GridFeedForward(d, ffn_ratio, depth=depth, generator=generator)
             if point == "conv"
