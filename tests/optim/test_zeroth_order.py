@@ -760,6 +760,17 @@ def test_a_weight_that_is_read_without_its_layer_is_perturbed_in_place():
     assert not torch.equal(model.read.weight, before)
 
 
+def test_a_layer_that_does_more_than_its_kind_is_perturbed_in_place():
+    class Scaled(nn.Embedding):  # as Gemma's
+        def forward(self, ids):
+            return 3 * super().forward(ids)
+
+    embed = Scaled(12, 8)
+    optimizer = LOZO(embed.named_parameters(), lr=1e-2, model=embed)
+    assert not optimizer.weights.slots
+    optimizer.step(lambda: embed(torch.arange(12)).square().mean())
+
+
 def test_weights_are_untouched_while_the_low_rank_back_end_looks():
     model, loss = small(torch.bfloat16)
     optimizer = LOZO(model.named_parameters(), lr=1e-2, model=model)

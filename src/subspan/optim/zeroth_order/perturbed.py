@@ -54,12 +54,15 @@ def add_low_rank_output(
 
 
 def hookable(layer: nn.Module) -> bool:
-    """Whether a weight of this layer acts as x W^T in one call: Linear, transformers' Conv1D, Embedding, Conv2d."""
-    if isinstance(layer, nn.Conv2d):
+    """Whether a weight of this layer acts as x W^T in one call: Linear, transformers' Conv1D, Embedding, Conv2d.
+
+    Not their subclasses: Gemma's embedding scales what it looks up, torch's attention reads the weight of its output
+    projection without calling the layer.
+    """
+    if type(layer) is nn.Conv2d:
         return layer.groups == 1
-    if isinstance(layer, nn.Embedding):
+    if type(layer) is nn.Embedding:
         return layer.max_norm is None
-    # Not its subclasses: torch's attention reads the weight of its output projection without calling the layer.
     return type(layer) is nn.Linear or is_conv1d(layer)
 
 
