@@ -736,7 +736,10 @@ def test_counts():
         rate = model.reconstruct(counts)
         at_mean = (counts * np.log(rate) - rate - gammaln(counts + 1)).sum(1).mean()
         assert model.score(counts) == pytest.approx(at_mean, abs=1.5)
-        x, z = model.network_.simulate(torch.zeros(1, 5), 6, noise=True, generator=torch.Generator().manual_seed(0))
+        given = torch.from_numpy(counts[:1]).float()
+        _, z = model.network_.simulate(given, 1)
+        np.testing.assert_allclose(z[0], model.transform(counts)[1], atol=1e-5)
+        x, z = model.network_.simulate(given, 6, noise=True, generator=torch.Generator().manual_seed(0))
         assert torch.equal(x, x.round())
         assert z.shape == (6, 4)
     for wrong in (counts - 1, counts + 0.5):

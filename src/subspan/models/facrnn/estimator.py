@@ -190,6 +190,7 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 kernel=self.kernel,
                 learn_kernel=self.learn_kernel,
                 nonlinearity=self.nonlinearity,
+                sqrt_counts=self.sqrt_counts,
                 likelihood=self.likelihood,
                 link=self.link,
                 encoder_std=scott if isinstance(self.encoder_std, str) else self.encoder_std,
@@ -381,9 +382,9 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return None if values is None else torch.from_numpy(values.astype(np.float32)).to(self.device)
 
     def _table(self, series: Series, network: LowRankRNN) -> Tensor:
-        """sigma(x) of every row, and a row of zeros for what was before. (Masked entries may be negative.)"""
+        """sigma(x) of every row, and a row of zeros for what was before."""
         x = np.where(np.isfinite(series.x), series.x, self._fill)
-        h = network.sigma(self._tensor(np.sqrt(x.clip(0)) if self.sqrt_counts else x))
+        h = network.sigma(self._tensor(x))
         return torch.cat([h, h.new_zeros(1, h.shape[1])])
 
     def _history(self, series: Series, network: LowRankRNN) -> Tensor:

@@ -77,7 +77,7 @@ class LowRankRNN(nn.Module):
         lags: L, how many bins u looks back.
         kernel: "exp", "uniform" or L weights psi, the most recent bin's first.
         learn_kernel: start psi there and learn it (softmax of free logits).
-        nonlinearity: sigma, "tanh" or "identity".
+        nonlinearity: sigma, "tanh" or "identity"; ``sqrt_counts`` takes square roots first.
         likelihood: "gaussian" (with a learnt deviation for each channel) or "poisson".
         link: of the mean: "identity" or "relu" for gaussian, "softplus" or "exp" for poisson; None takes the first.
         encoder_std: s.
@@ -105,6 +105,7 @@ class LowRankRNN(nn.Module):
         kernel: str | Sequence[float] = "exp",
         learn_kernel: bool = False,
         nonlinearity: str = "tanh",
+        sqrt_counts: bool = False,
         likelihood: str = "gaussian",
         link: str | None = None,
         encoder_std: float = 1.0,
@@ -132,7 +133,7 @@ class LowRankRNN(nn.Module):
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         self.groups: Groups = resolve_groups(groups, n_components)
-        self.lags, self.nonlinearity, self.likelihood = lags, nonlinearity, likelihood
+        self.lags, self.nonlinearity, self.sqrt_counts, self.likelihood = lags, nonlinearity, sqrt_counts, likelihood
         self.link = LIKELIHOODS[likelihood][0] if link is None else link
         self.min_log_std = math.log(min_std)
         widths = [n_channels, *([hidden] if hidden else []), n_components]
@@ -156,7 +157,7 @@ class LowRankRNN(nn.Module):
     # ------------------------------------------------------------------------------------------------ the two maps
 
     def sigma(self, x: Tensor) -> Tensor:
-        return NONLINEARITIES[self.nonlinearity](x)
+        return NONLINEARITIES[self.nonlinearity](x.clamp_min(0).sqrt() if self.sqrt_counts else x)
 
     def encode(self, u: Float[Tensor, "*b M N"]) -> Float[Tensor, "*b M K"]:
         """mu = B u + d."""
