@@ -541,6 +541,12 @@ def test_fit_refuses_parameters(graphs, change):
         PSAHS(**change).fit(*graphs)
 
 
+def test_selection_on_the_source_needs_validation_nodes(graphs):
+    everything = dataclasses.replace(graphs[0], train_mask=torch.ones(150, dtype=torch.bool))
+    with pytest.raises(ValueError, match="needs validation nodes"):
+        PSAHS(selection="source_val", **FAST).fit(everything, graphs[1])
+
+
 def test_the_targets_labels_are_never_read(graphs, mlp):
     class Secretive:
         x, edge_index = graphs[1].x, graphs[1].edge_index
@@ -661,15 +667,14 @@ def test_awkward_graphs_keep_working(mlp):
     y[5] = 3
     weight = torch.from_numpy(rng.uniform(0.5, 2.0, size=index.shape[1]))
     source = Graph(source.x.double(), index, y[:, None], weight)
-    target = dataclasses.replace(target, x=target.x.double(), edge_index=torch.zeros(2, 0, dtype=torch.int64))
+    target = dataclasses.replace(target, edge_index=torch.zeros(2, 0, dtype=torch.int64))
     model = quietly(PSAHS(**FAST), source, target)
     assert model.n_classes_ == 4
     proba = model.predict_proba()
     assert proba.dtype == torch.float64
     torch.testing.assert_close(proba.sum(1), torch.ones(150, dtype=torch.float64))
     other = contextual_sbm(80, means(), homophily=0.5, degree=4.0, random_state=9)
-    other.x, other.y = other.x.double(), None
-    assert model.predict(other).shape == (80,)
+    assert model.predict(other).shape == (80,)  # float32 attributes for a model in float64
 
 
 def test_bf16_activations(graphs, mlp):
@@ -770,6 +775,8 @@ def test_data_in_and_out(graphs, mlp, kind):
     assert torch.equal(model.predict(), model.labels_)
     for data in (target, model.target_):  # the target of fit, before and after, is recognised
         assert torch.equal(model.predict(data), model.labels_)
+    again = make(dataclasses.replace(graphs[1], x=graphs[1].x.flip(0)))  # the same edges, but not the same graph
+    assert not torch.equal(model.predict(again), model.labels_)
     # the source's edges reach the prescribed homophily in every node that was below it
     y, adjusted = source.y, model.source_
     reached = weighted_homophily(adjusted.edge_index, adjusted.edge_weight, y)

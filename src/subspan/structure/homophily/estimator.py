@@ -145,7 +145,8 @@ class PSAHS(BaseEstimator):
         device = torch.device(self.device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self.seed)
-            domains = self._labelled_source(source), self._domain(target, "target")
+            labelled = self._labelled_source(source)
+            domains = labelled, self._domain(target, "target", labelled.x.dtype)
             self.n_classes_ = int(domains[0].y.max()) + 1
             if schedule.selection == "target_val":
                 domains = domains[0], self._labelled_target(domains[1], target)
@@ -153,7 +154,7 @@ class PSAHS(BaseEstimator):
             if width != self.n_features_in_:
                 raise ValueError(f"source has {self.n_features_in_} attributes and target {width}: they must agree")
             mlp = copy.deepcopy(self.mlp) if self.mlp is not None else fit_mlp(domains[0], self.n_classes_)
-            self.mlp_ = mlp.to(device).requires_grad_(False).eval()
+            self.mlp_ = mlp.to(labelled.x).requires_grad_(False).eval()
             attribute_labels = evaluated(self.mlp_, lambda: self.mlp_(domains[1].x)).argmax(1)
             run = self._loop(domains, self._networks(domains[0]), attribute_labels, schedule)
             self._train(run, checkpoint)
@@ -162,7 +163,7 @@ class PSAHS(BaseEstimator):
         self.source_ = with_edges(source, *run.source)
         self.target_ = with_edges(target, *run.target)
         self.target_.pseudo_y = run.labels
-        self._target_edges, self._target_graph = run.domains[1].edges, run.target
+        self._target_domain, self._target_graph = run.domains[1], run.target
         self.labels_ = run.target_logits().argmax(1)
         self.report_ = self._report(run)
         for message in self.report_.warnings:
@@ -219,14 +220,15 @@ class PSAHS(BaseEstimator):
             ValueError: a graph that does not fit.
         """
         check_is_fitted(self, "networks_")
-        domain = self._domain(self.target_ if data is None else data, "data")
+        domain = self._domain(self.target_ if data is None else data, "data", self._target_domain.x.dtype)
         if domain.x.shape[1] != self.n_features_in_:
             raise ValueError(f"data has {domain.x.shape[1]} attributes; the fit had {self.n_features_in_}")
         return self.networks_.logits(domain.x, self._graph_of(domain)).softmax(1)
 
     def _graph_of(self, domain: Domain) -> Weighted:
         """The edges to predict on."""
-        if all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(domain.edges, self._target_edges, strict=True)):
+        known = self._target_domain
+        if all(map(torch.equal, (domain.x, *domain.edges), (known.x, *known.edges))):
             return self._target_graph
         if self.sides not in ("both", "target"):
             return domain.plain()
@@ -264,8 +266,11 @@ class PSAHS(BaseEstimator):
             on_shortage=self.on_shortage, compat=self.preset, seed=self.seed,
         )  # fmt: skip
 
-    def _domain(self, data: Any, name: str) -> Domain:
-        """The graph without its labels: those of the target are nobody's business."""
+    def _domain(self, data: Any, name: str, dtype: torch.dtype | None = None) -> Domain:
+        """The graph without its labels: those of the target are nobody's business.
+
+        ``dtype``: of the attributes; by default float64 stays what it is, and all else becomes float32.
+        """
         device = torch.device(self.device)
         x = getattr(data, "x", None)
         if not isinstance(x, Tensor) or not isinstance(getattr(data, "edge_index", None), Tensor):
@@ -275,7 +280,7 @@ class PSAHS(BaseEstimator):
             )
         if x.ndim != 2:
             raise ValueError(f"{name}.x must have shape (n, p), got {tuple(x.shape)}")
-        x = x.to(device, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        x = x.to(device, dtype or (torch.float64 if x.dtype == torch.float64 else torch.float32))
         if not bool(x.isfinite().all()):
             raise ValueError(f"{name}.x holds NaN or infinity in row {int((~x.isfinite()).any(1).nonzero()[0])}")
         n = len(x)
@@ -302,6 +307,8 @@ class PSAHS(BaseEstimator):
             val = ~train if val is None else _mask(val, y, "source.val_mask")
         if not bool(train.any()):
             raise ValueError("source has no training nodes: train_mask is False everywhere")
+        if self.selection in ("source_val", "agreement") and not bool(val.any()):
+            raise ValueError(f"selection={self.selection!r} needs validation nodes of the source: give it a val_mask")
         return domain._replace(y=y, train=train, val=val)
 
     def _labelled_target(self, domain: Domain, data: Any) -> Domain:
