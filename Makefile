@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo demo-private test check format bench claims docs clean
+.PHONY: venv demo demo-private test test-slow check format bench claims docs clean
 
 venv: $(STAMP)
 
@@ -26,6 +26,10 @@ demo-private: venv
 # The unit tests, in two processes of one thread each.
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What the unit tests leave out: the specs' checks at full size, real models, killed and shared runs.
+test-slow: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 check: venv
 	$(BIN)/ruff check .

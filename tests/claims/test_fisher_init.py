@@ -6,6 +6,7 @@ from subspan.claims import Results, Row, run_claim
 from subspan.claims.fisher_init import ABLATIONS, CLAIM, EARLY, GRID, LATE, OURS, PEERS, ROTATED
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path):
     outcome = run_claim(CLAIM, smoke=True, jobs=1, folder=tmp_path, progress=False)
     assert outcome["smoke"] is True

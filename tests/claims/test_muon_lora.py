@@ -89,6 +89,7 @@ def test_the_worst_seed_decides_the_orderings() -> None:
     assert verdict.measured == pytest.approx(15 / 12)
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path) -> None:
     outcome = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert outcome["slug"] == "muon_lora"

@@ -55,6 +55,7 @@ def test_full_form_covers_every_peer_budget_and_rate() -> None:
     assert list(CLAIM.seeds) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_smoke_cells_give_rows_of_both_splits() -> None:
     rows = run_grid(0, True, "prism", [3.0, None], [0.03]) + run_before(0, True)
     assert {(r.method, r.metric) for r in rows} == {

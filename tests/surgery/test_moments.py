@@ -794,6 +794,7 @@ def test_a_dense_block_that_never_ran_is_an_error():
 # ------------------------------------------------------------------------------------------------ many processes
 
 
+@pytest.mark.slow
 def test_processes_sum_their_moments(tmp_path):
     import socket
 

@@ -19,6 +19,7 @@ def needs(*assets):
 
 
 @needs("smollm2-135m-instruct", "reviews")
+@pytest.mark.slow
 def test_smollm2_reloads_in_plain_peft_with_identical_logits(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -165,6 +165,7 @@ def test_accumulation_gives_the_same_update_as_one_batch(settings, tmp_path, mon
         torch.testing.assert_close(value, b[key], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_share_each_batch_and_end_where_one_does(settings, tmp_path):
     import yaml
 
@@ -203,7 +204,9 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("when", KILLS)
+@pytest.mark.parametrize(
+    "when", [pytest.param(k, marks=[pytest.mark.slow] * (k != "before a checkpoint is renamed")) for k in KILLS]
+)
 def test_a_killed_run_resumes_to_bit_equal_weights(settings, tmp_path, when):
     reference = parse(
         settings(init="pissa", optimizer="muon", output=str(tmp_path / "whole"), adapter={"dropout": 0.1})
