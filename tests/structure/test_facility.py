@@ -17,7 +17,7 @@ from subspan.structure.facility.clusters import CLOSED
 from subspan.structure.facility.levels import dual_scale, level
 
 ORACLES = ("exact", "counters", "hash")
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=7, deadline=None)
 
 
 def build(seed=0, m=12, d=2, n=0, spread=3.0, prices=None, **options):
@@ -289,7 +289,7 @@ def test_t10_equal_seeds_and_updates_give_equal_states_whatever_the_ids():
     assert states[0] == states[1] == states[2]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_t11_many_tables_come_to_the_exact_cost(seed):
     exact, rng = build(seed, m=30, d=4)
     tables, rng_too = build(seed, m=30, d=4, oracle="hash", n_tables=64)
@@ -685,7 +685,7 @@ CANNOT_APPLY = {
 
 
 @parametrize_with_checks(
-    [DynamicFacilityLocation(), DynamicFacilityLocation(oracle="hash", random_state=0)],
+    [DynamicFacilityLocation(), DynamicFacilityLocation(oracle="hash", n_tables=1, random_state=0)],
     expected_failed_checks=lambda estimator: CANNOT_APPLY,
 )
 def test_it_is_a_scikit_learn_estimator(estimator, check):

@@ -5,7 +5,7 @@ Tapes are one-sided: cell 0 is the leftmost, and a move to the left from it stay
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,13 +152,13 @@ class TuringMachine:
         With one tape ``read``, ``written`` and ``moves`` are plain strings, with several they are tuples.
 
         Raises:
-            ValueError: entries of different arity, an unknown move, a transition from the halting state, a blank in the
-                input alphabet, or an initial state that halts.
+            ValueError: entries of different arity, two for one state and symbols, an unknown move, a transition from
+                the halting state, a blank in the input alphabet, or an initial state that halts.
         """
-        table = {
-            (state, _symbols(read)): Step(to, _symbols(write), _symbols(move))
+        table = _table(
+            (state, _symbols(read), Step(to, _symbols(write), _symbols(move)))
             for (state, read), (to, write, move) in transitions.items()
-        }
+        )
         return cls(table, initial, halting, list(input_alphabet), blank)
 
     @classmethod
@@ -166,7 +166,7 @@ class TuringMachine:
         """A machine from the content of a machine file (see ``from_yaml``).
 
         Raises:
-            ConfigError: unknown or missing keys, or values that are not text.
+            ConfigError: unknown, missing or repeated keys, or values that are not text.
             ValueError: as ``from_table``.
         """
         try:
@@ -175,11 +175,11 @@ class TuringMachine:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"machine file, {where}: {first['msg']}; put symbols and states in quotes") from error
-        table = {
-            (state, tuple(read.split())): Step(entry.to, tuple(entry.write), tuple(entry.move))
+        table = _table(
+            (state, tuple(read.split()), Step(entry.to, tuple(entry.write), tuple(entry.move)))
             for state, row in file.transitions.items()
             for read, entry in row.items()
-        }
+        )
         return cls(table, file.initial, file.halting, file.input_alphabet, file.blank)
 
     @classmethod
@@ -192,7 +192,10 @@ class TuringMachine:
 
         Raises as ``from_dict``.
         """
-        data = yaml.safe_load(Path(path).read_text("utf-8"))
+        try:
+            data = yaml.load(Path(path).read_text("utf-8"), _Loader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path} holds no mapping: a machine file has initial, halting, blank and transitions")
         return cls.from_dict(data)
@@ -280,10 +283,36 @@ def _symbols(word: Word) -> tuple[str, ...]:
     return (word,) if isinstance(word, str) else tuple(word)
 
 
+def _table(entries: Iterable[tuple[str, tuple[str, ...], Step]]) -> dict[tuple[str, tuple[str, ...]], Step]:
+    table: dict[tuple[str, tuple[str, ...]], Step] = {}
+    for state, read, step in entries:
+        if (state, read) in table:
+            raise ValueError(f"two transitions from {state!r} on {', '.join(map(repr, read))}: keep one")
+        table[state, read] = step
+    return table
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key may stand twice: the last would win in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _as_text(value: Any) -> Any:
     """YAML reads an unquoted 0 as a number, also as a key; it is a symbol here. Booleans stay, and are refused."""
     if isinstance(value, Mapping):
-        return {_as_text(key): _as_text(item) for key, item in value.items()}
+        texts = {_as_text(key): _as_text(item) for key, item in value.items()}
+        if len(texts) < len(value):
+            raise ConfigError(f"machine file: two of the keys {', '.join(map(repr, value))} are the same text")
+        return texts
     if isinstance(value, list):
         return [_as_text(item) for item in value]
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -1,12 +1,13 @@
 """The compiled decoder: exact with hardmax attention, and with softmax, rounded activations and rounded weights."""
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -46,6 +47,10 @@ from subspan.theory.turing.tokens import (
 _MAX_VOCABULARY = 2_000_000
 # Up to so many logits the table is faster than going field by field.
 _FEW_LOGITS = 2**16
+# Formats of activations and weights that a file can name.
+_FILE_FORMATS = FORMATS | {"fp64": torch.float64}
+# Steps after which a machine is said not to halt.
+_MOST_STEPS = 1_000_000
 # Tokens in one batch of contexts.
 _BATCH_TOKENS = 2**14
 
@@ -109,11 +114,13 @@ class CompiledTransformer(nn.Module):
             tie_guard: refuse contexts with more ties than ``weight_dtype`` carries. Without it they go wrong silently.
 
         Raises:
-            ValueError: a scale that is not finite and positive.
+            ValueError: a scale that is not finite and positive, or an unknown ``denoise``.
             TypeError: formats that are not floating point.
 
         Warns when the scale is below the bound.
         """
+        if denoise not in (None, *get_args(Denoise)):
+            raise ValueError(f"denoise must be None or one of {', '.join(get_args(Denoise))}, got {denoise!r}")
         dtype = dtype or torch.float32
         weight_dtype = weight_dtype or dtype
         check_format("dtype", dtype)
@@ -208,14 +215,17 @@ class CompiledTransformer(nn.Module):
             ContextTooLong: a context outgrew the position bits.
             TieLimit: more ties than the attention weights carry.
         """
-        return self.run_batch([word], max_tokens)[0]
+        run = self.run_batch([word], max_tokens)[0]
+        if run.error is not None:
+            raise run.error
+        return run
 
     @torch.no_grad()
     def run_batch(self, words: Sequence[Word], max_tokens: int = 4096) -> list[Run]:
-        """``run`` for several words at once."""
+        """``run`` for several words at once; what ``run`` would raise is the ``error`` of the run that it ended."""
         followers = [Follower(self.machine, word, self._tie_limit()) for word in words]
         left = [max_tokens - len(f.tokens) for f in followers]
-        while waiting := [i for i, f in enumerate(followers) if not f.finished and left[i] > 0]:
+        while waiting := [i for i, f in enumerate(followers) if not (f.finished or f.error) and left[i] > 0]:
             used = self._write_context([followers[i] for i in waiting], [left[i] for i in waiting])
             for i, count in zip(waiting, used, strict=True):
                 left[i] -= count
@@ -228,6 +238,7 @@ class CompiledTransformer(nn.Module):
                 f.margin,
                 "".join(f.output or ()) if f.finished else None,
                 f.finished,
+                f.error,
             )
             for f in followers
         ]
@@ -240,7 +251,12 @@ class CompiledTransformer(nn.Module):
         ids, open_rows = prompts[:, :position], set(range(len(followers)))
         used = [0] * len(followers)
         while True:
-            best, margin = self.predict(advance(ids))
+            try:
+                best, margin = self.predict(advance(ids))
+            except ContextTooLong as error:
+                for i in open_rows:
+                    followers[i].error = error
+                return used
             predicted, margins = best.tolist(), margin.tolist()
             following = prompts[:, position].tolist() if position < prompts.shape[1] else [0] * len(followers)
             for i in sorted(open_rows):
@@ -308,6 +324,8 @@ class CompiledTransformer(nn.Module):
             for segment in contexts:
                 for token in segment.tokens[segment.prompt :]:
                     follower.feed(token)
+                    if follower.error is not None:
+                        raise follower.error
         found = self.verify(contexts)
         if found.mistakes:
             first = found.mistakes[0]
@@ -352,7 +370,7 @@ class CompiledTransformer(nn.Module):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``model.safetensors`` and ``machine.json`` (machine, bits, arithmetic) for ``load_compiled``."""
-        names = {dtype: name for name, dtype in FORMATS.items()} | {None: None}
+        names = {dtype: name for name, dtype in _FILE_FORMATS.items()} | {None: None}
         how = asdict(self.how) | {key: names[getattr(self.how, key)] for key in ("dtype", "weight_dtype")}
         header = {"machine": self.machine.to_dict(), "bits": self.bits, "mode": self.mode}
         header |= {"factored_vocab": self.factored_vocab, "arithmetic": how}
@@ -368,7 +386,7 @@ def load_compiled(folder: str | os.PathLike[str]) -> CompiledTransformer:
     model = CompiledTransformer(machine, header["bits"], header["mode"], header["factored_vocab"])
     model.load_state_dict(load_file(Path(folder) / "model.safetensors"))
     how = header["arithmetic"]
-    return model.arranged(Arithmetic(**how | {key: FORMATS.get(how[key]) for key in ("dtype", "weight_dtype")}))
+    return model.arranged(Arithmetic(**how | {key: _FILE_FORMATS.get(how[key]) for key in ("dtype", "weight_dtype")}))
 
 
 def compile_machine(
@@ -391,7 +409,8 @@ def compile_machine(
             field. The predictions are the same.
 
     Raises:
-        ValueError: bits out of range, or neither ``bits`` nor ``for_input``.
+        ValueError: bits out of range, neither ``bits`` nor ``for_input``, or a machine that does not halt on it within
+            a million steps.
         VocabularyTooLarge: more than two million tokens and not ``factored_vocab``.
     """
     if mode not in ("cot", "scot"):
@@ -399,6 +418,10 @@ def compile_machine(
     if bits is None:
         if for_input is None:
             raise ValueError("give bits, or for_input: the word whose run must fit")
+        configuration = machine.start(for_input)
+        steps = sum(1 for _ in itertools.islice(machine.steps(configuration), _MOST_STEPS))
+        if configuration.state != machine.halting:
+            raise ValueError(f"the machine does not halt on for_input within {steps:,} steps: give bits instead")
         bits = needed_bits(machine, for_input, mode)
     return CompiledTransformer(machine, bits, mode, factored_vocab)
 

@@ -11,7 +11,7 @@ import torch
 from subspan.errors import SubspanError
 from subspan.pages import Code, Curve, Figure, Page, Section, Table, Text, curves
 from subspan.theory.turing.compiler import codes, stages
-from subspan.theory.turing.machine import Configuration, Step, TuringMachine, Word
+from subspan.theory.turing.machine import Configuration, MissingTransition, Step, TuringMachine, Word
 from subspan.theory.turing.numerics import TieLimit
 from subspan.theory.turing.tokens import Segment, Token
 
@@ -46,7 +46,7 @@ class Follower:
     """Reads tokens as they come and keeps what they say: the tapes, the output, and how often each cell was written.
 
     ``ties`` is the largest number of writes of one cell in this context: no attention row whose result is used has more
-    tied maximisers.
+    tied maximisers. ``error`` says why nothing can follow: the table has no entry, or there are too many ties.
     """
 
     def __init__(self, machine: TuringMachine, word: Word, tie_limit: int | None = None) -> None:
@@ -56,11 +56,12 @@ class Follower:
         self.steps, self.margin = 0, math.inf
         self.output: list[str] | None = None
         self.finished = False
+        self.error: SubspanError | None = None
         self.done: list[Segment] = []
         self._open([Token("inp"), *(Token("symbol", (s,)) for s in self.word), Token("einp")])
         for cell in range(len(self.word)):
             self._write(0, cell)
-        machine.next_step(self.configuration)
+        self._look_ahead()
 
     def _open(self, prompt: list[Token]) -> None:
         self.tokens, self.prompt = list(prompt), len(prompt)
@@ -71,7 +72,7 @@ class Follower:
         self.writes[tape][cell] += 1
         self.ties = max(self.ties, self.writes[tape][cell])
         if self.tie_limit is not None and self.ties > self.tie_limit:
-            raise TieLimit(
+            self.error = TieLimit(
                 f"one cell was written {self.ties} times in a context, more than the {self.tie_limit} ties that these "
                 "weights carry: use sparse1(), weight_dtype=torch.bfloat16, or denoise='snap' with float32 weights"
             )
@@ -81,13 +82,14 @@ class Follower:
         """The contexts so far; the last may be unfinished."""
         return [*self.done, Segment(self.tokens, self.prompt)] if self.tokens else self.done
 
-    def feed(self, token: Token, margin: float = math.inf) -> bool:
-        """Take the next token; True if it ends the context.
+    def _look_ahead(self) -> None:
+        try:
+            self.machine.next_step(self.configuration)
+        except MissingTransition as error:
+            self.error = error
 
-        Raises:
-            MissingTransition: the machine has no entry for what this token leads to.
-            TieLimit: more ties than the limit.
-        """
+    def feed(self, token: Token, margin: float = math.inf) -> bool:
+        """Take the next token; True if it ends the context, or nothing can follow."""
         self.tokens.append(token)
         self.margin = min(self.margin, margin)
         if token.kind == "run":
@@ -106,7 +108,7 @@ class Follower:
             marks = [i for i, t in enumerate(self.tokens) if t.kind == "summ" and i >= self.prompt]
             self._resume(self.tokens[marks[0] if marks else -1 :])
             return True
-        return False
+        return self.error is not None
 
     def _run_token(self, token: Token) -> None:
         K = self.machine.tapes
@@ -115,8 +117,8 @@ class Follower:
             self._write(tape, head)
         self.configuration.apply(step)
         self.steps += 1
-        if step.state != self.machine.halting:
-            self.machine.next_step(self.configuration)
+        if step.state != self.machine.halting and self.error is None:
+            self._look_ahead()
 
     def _resume(self, summary: list[Token]) -> None:
         """Start the next context from what a summary says, which need not be what the machine did."""
@@ -134,7 +136,10 @@ class Follower:
 
 @dataclass(frozen=True)
 class Run:
-    """What a compiled model wrote by itself. ``output`` is None and ``complete`` False if it came to no end."""
+    """What a compiled model wrote by itself. ``output`` is None and ``complete`` False if it came to no end.
+
+    ``error`` says why, unless the tokens were used up (``run`` raises it, ``run_batch`` leaves it here).
+    """
 
     model: "CompiledTransformer" = field(repr=False)
     word: tuple[str, ...]
@@ -143,6 +148,7 @@ class Run:
     margin: float
     output: str | None
     complete: bool
+    error: SubspanError | None = None
 
     @property
     def tokens(self) -> list[Token]:
@@ -151,7 +157,14 @@ class Run:
         return [*self.segments[0].tokens, *rest]
 
     def registers_at(self, layer: int, position: int, segment: int = -1) -> dict[str, Any]:
-        """What each register holds after a layer (0: the embedding): numbers, names, flags; empty ones are left out."""
+        """What each register holds after a layer (0: the embedding): numbers, names, flags; empty ones are left out.
+
+        Raises:
+            IndexError: there is no such layer or position.
+        """
+        held, depth = len(self.segments[segment].tokens), len(self.model.layers)
+        if not (0 <= layer <= depth and 0 <= position < held):
+            raise IndexError(f"layers go from 0 to {depth} and positions to {held - 1}, got {layer} and {position}")
         with torch.no_grad():
             states = self.model.states(self.model.encode([self.segments[segment].tokens[: position + 1]]))
             x = next(x for i, x in enumerate(states) if i == layer)
