@@ -6,7 +6,7 @@ from sklearn.covariance import graphical_lasso as sklearn_lasso
 
 from subspan.claims import jic_hd, run_claim
 from subspan.claims.claim import Results, Row
-from subspan.claims.jic_hd import CLAIM, GRAPHS, PENALTIES, f_score, graph_hubs
+from subspan.claims.jic_hd import CLAIM, GRAPHS, GRID, PENALTIES, f_score, graph_hubs, pilot_penalties
 from subspan.claims.jic_hd_peers import graphical_lasso, hub_graphical_lasso, joint
 from subspan.structure import make_common_hub_ggm
 
@@ -71,6 +71,9 @@ def test_smoke_form_runs_the_whole_path(tmp_path):
     assert all(s["problem"] is None for s in outcome["statements"])
     methods = {row["method"] for row in outcome["rows"]}
     assert {"JIC-HD", "JIC-HD, gap rule", "Pooled eigenspace", "IPC-HD, intersection"} <= methods
+    partial = {row["method"] for row in outcome["rows"] if row["setting"].get("design") == "partial, strong"}
+    for name in ("JIC-HD", "Pooled eigenspace", "IPC-HD, least influence"):
+        assert {f"{name}, s = sqrt", f"{name}, s = 1.5sqrt"} <= partial
     assert len(CLAIM.seeds) >= 24
 
 
@@ -80,6 +83,14 @@ def test_every_graph_estimator_has_a_penalty_wherever_the_full_form_runs_it():
     for run, params in asked:
         design = "paper" if run is jic_hd.measure_design else f"partial, {params['strength']}"
         assert all((design, params["n"]) in PENALTIES[name] for name in GRAPHS)
+
+
+def test_penalties_come_from_the_pilot_and_from_inside_its_grid():
+    assert all(GRID[0] < lam < GRID[-1] and lam in GRID for best in PENALTIES.values() for lam in best.values())
+    found = pilot_penalties(["Pooled GLASSO"], (PENALTIES["Pooled GLASSO"]["paper", 100], 1.0), [0])["Pooled GLASSO"]
+    assert set(found) == set(PENALTIES["Pooled GLASSO"])
+    chosen, large = found["paper", 100].values()
+    assert chosen > large
 
 
 def test_f_score():

@@ -36,6 +36,9 @@ COUNTER = (4, 6, 8, 10)  # bits of the counter, part B
 BUCKETS = ((1, 32), (33, 64), (65, 128), (129, 256))
 LONGEST = "129-256"
 DEPTHS = (1, 2, 4)
+WITHIN = "1-32"  # the lengths that training sees
+# Chosen on the validation numbers of seed 100; seeds 0 to 2 had been looked at before, so others are reported.
+TOKENS, FRESH = 800_000, 1000
 NEVER = 3001  # ties, part E: none of up to 3000 was wrong
 
 
@@ -189,22 +192,23 @@ def _rewriting(steps: int) -> tuple[CompiledTransformer, list[Segment]]:
 
 def learning(seed: int, smoke: bool, *, mode: Mode, layers: int, bf16: bool) -> list[Row]:
     """Share of fresh counts that a trained decoder writes without one mistake, by length. Exploratory."""
-    tokens = 4_096 if smoke else 1_500_000
-    study = Study(mode, layers, cells=8, cap=32, tokens=tokens, lr=4e-3, batch_tokens=1024, bf16=bf16)
-    found = accuracy(study, BUCKETS, 10 if smoke else 100, seed)
+    study = Study(mode, layers, tokens=4_096 if smoke else TOKENS, bf16=bf16)
+    found = accuracy(study, BUCKETS, 10 if smoke else 100, FRESH + seed)
     setting = {"layers": layers, "arithmetic": "bf16" if bf16 else "fp32"}
-    return [Row(f"learned, {mode}", setting | {"entries": n}, "counts solved", seed, x) for n, x in found.items()]
+    rows = []
+    for entries, x in found.items():
+        values = {"counts solved": x.solved, "standard error": x.standard_error, "contexts seen": x.seen}
+        rows += [Row(f"learned, {mode}", setting | {"entries": entries}, name, seed, v) for name, v in values.items()]
+    return rows
 
 
 def cells(smoke: bool) -> list[Cell]:
     out = [Cell(f"exactness, {mode}", exactness, {"mode": mode}) for mode in MODES]
     out += [Cell("time against space", time_against_space), Cell("scale law", scale_law), Cell("ties", tie_limits)]
-    for mode in MODES:
+    for mode, bf16 in (("cot", False), ("scot", False), ("cot", True)):
         for layers in (1,) if smoke else DEPTHS:
-            params = {"mode": mode, "layers": layers, "bf16": False}
-            out.append(Cell(f"learning, {mode}, {layers} layers", learning, params))
-    if not smoke:
-        out.append(Cell("learning, cot, 2 layers, bf16", learning, {"mode": "cot", "layers": 2, "bf16": True}))
+            params = {"mode": mode, "layers": layers, "bf16": bf16}
+            out.append(Cell(f"learning, {mode}, {layers} layers{', bf16' * bf16}", learning, params))
     return out
 
 
@@ -282,12 +286,14 @@ def summaries_help(r: Results) -> float:
     return solved(r, "scot", LONGEST, DEPTHS[-1]) - solved(r, "cot", LONGEST, DEPTHS[-1])
 
 
+def precision_gap(r: Results) -> float:
+    """Largest difference that bf16 makes to the counts solved within the lengths of training, over depths."""
+    return max(abs(solved(r, "cot", WITHIN, n) - solved(r, "cot", WITHIN, n, "bf16")) for n in DEPTHS)
+
+
 def depth_over_precision(r: Results) -> float:
-    """What 4 layers gain over 1, minus what bf16 changes (2 layers); mean over buckets, chain of thought."""
-    names = [f"{low}-{high}" for low, high in BUCKETS]
-    depth = [solved(r, "cot", name, DEPTHS[-1]) - solved(r, "cot", name, DEPTHS[0]) for name in names]
-    precision = [abs(solved(r, "cot", name, 2) - solved(r, "cot", name, 2, "bf16")) for name in names]
-    return float(np.mean(depth) - np.mean(precision))
+    """What 4 layers solve more than 1, minus what precision changes; within the lengths of training."""
+    return solved(r, "cot", WITHIN, DEPTHS[-1]) - solved(r, "cot", WITHIN, DEPTHS[0]) - precision_gap(r)
 
 
 STATEMENTS = (
@@ -317,12 +323,19 @@ STATEMENTS = (
         "E: with the guard nothing is silently wrong", lambda r: r.values("guarded", "silently wrong")[0], 0.0, "<="
     ),
     Statement("D, exploratory: summaries solve 20 points more of the longest counts", summaries_help, 0.2),
-    Statement("D, exploratory: depth gains more than precision, chain of thought", depth_over_precision, 0.0),
+    Statement(
+        "D, exploratory: bf16 changes at most 5 points within training lengths, 1, 2, 4 layers",
+        precision_gap,
+        0.05,
+        "<=",
+    ),
+    Statement("D, exploratory: 4 layers against 1 gain more than that", depth_over_precision, 0.0),
 )
 
 NOTES = """The scale for e5m2 (and for snapping in 8-bit weights) is empirical; the others have an argument.
-Part D trains on 1.5 million tokens (the paper: 20 billion) of a task of the paper's form. It is an exploration: what it
-shows about depth, precision and summaries holds for this task and budget only."""
+Part D trains on 0.8 million tokens (the paper: 20 billion) of a task of the paper's form. It is an exploration: what it
+shows about depth, precision and summaries holds for this task and budget only. Its bf16 is emulated (products of
+rounded operands, summed in float32 and rounded), because this machine has no bf16 products."""
 
 CLAIM = Claim(
     slug="expressivity",
