@@ -654,10 +654,13 @@ def test_ragged_samples_are_answered_as_if_alone(sizes: list[int]) -> None:
     samples = [points(n, b=1, seed=n) for n in sizes]
     x, valid = pad_points([x[0] for x, _ in samples])
     f, _ = pad_points([f[0] for _, f in samples])
+    masses = [1 + x[0, :, 0] for x, _ in samples]
+    mass, _ = pad_points(masses)
     assert valid.sum(1).tolist() == sizes
-    out = operator()(x, f, valid=valid)
-    for row, (x_one, f_one) in enumerate(samples):
-        torch.testing.assert_close(out[row : row + 1, : sizes[row]], operator()(x_one, f_one), **EXACT)
+    made = operator()
+    out = made(x, f, valid=valid, mass=mass)
+    for row, ((x_one, f_one), mass_one) in enumerate(zip(samples, masses, strict=True)):
+        torch.testing.assert_close(out[row : row + 1, : sizes[row]], made(x_one, f_one, mass=mass_one[None]), **EXACT)
 
 
 def test_graphs_of_torch_geometric() -> None:
