@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
-from subspan.models.facrnn.penalty import resolve_groups
+from subspan.models.facrnn.penalty import GroupsLike, resolve_groups
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class AlignmentReport:
 def align_groups(
     z_pred: Float[np.ndarray, "n K"],
     z_true: Float[np.ndarray, "m R"],
-    groups_pred: int | Sequence[int] | Sequence[Sequence[int]],
-    groups_true: int | Sequence[int] | Sequence[Sequence[int]],
+    groups_pred: GroupsLike,
+    groups_true: GroupsLike,
 ) -> AlignmentReport:
     """Match groups by regressing every reference group on every estimated one (and 1), each pair on its own.
 
@@ -83,7 +83,7 @@ def _regress(y: np.ndarray, x: np.ndarray) -> np.ndarray:
 def best_partition(
     z_pred: Float[np.ndarray, "n K"],
     z_true: Float[np.ndarray, "n R"],
-    groups_true: int | Sequence[int] | Sequence[Sequence[int]],
+    groups_true: GroupsLike,
     sizes: Sequence[int],
     max_partitions: int = 20_000,
 ) -> AlignmentReport:

@@ -260,6 +260,8 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self.loss_terms_ = {name: curves[:, k, order[0]] for k, name in enumerate(TERMS) if k}
         self.encoder_std_ = self.network_.log_std.exp().cpu().numpy()
         self._n_features_out = self.n_components
+        for name in ("components_", "connectivity_", "sub_connectivities_"):
+            self.__dict__.pop(name, None)  # of an earlier fit with other options
         if self.network_.linear:
             self.components_ = self.network_.A.cpu().numpy()
             self.connectivity_ = self.network_.connectivity().cpu().numpy()
@@ -365,10 +367,18 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         dependent = self.partial_correlation(X, trial_lengths=trial_lengths, mask=mask)
         return Identifiability(dependent, agreement(self.groups_), agreement(1))
 
-    def align(self, X: Any, z_true: Any, groups_true: Any, **series: Any) -> AlignmentReport:
-        """``align_groups`` of this model's latents on X with known ones (rows of the bins that count)."""
+    def align(
+        self,
+        X: Any,
+        z_true: Any,
+        groups_true: Any,
+        *,
+        trial_lengths: Sequence[int] | None = None,
+        mask: Any = None,
+    ) -> AlignmentReport:
+        """``align_groups`` of this model's latents on X with known ones (a row for each bin that counts)."""
         check_is_fitted(self)
-        mu = self._means(X, series.get("trial_lengths"), series.get("mask"), self.network_)
+        mu = self._means(X, trial_lengths, mask, self.network_)
         return align_groups(mu.double().cpu().numpy(), np.asarray(z_true), self.groups_, groups_true)
 
     # ---------------------------------------------------------------------------------------------------- data

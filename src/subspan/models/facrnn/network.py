@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from subspan.models.facrnn.penalty import Groups, partial_correlation, resolve_groups
+from subspan.models.facrnn.penalty import Groups, GroupsLike, partial_correlation, resolve_groups
 from subspan.models.facrnn.series import history_kernel
 
 NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "identity": lambda x: x}
@@ -99,7 +99,7 @@ class LowRankRNN(nn.Module):
         self,
         n_channels: int,
         n_components: int,
-        groups: int | Sequence[int] | Sequence[Sequence[int]] = 1,
+        groups: GroupsLike = 1,
         *,
         lags: int = 1,
         kernel: str | Sequence[float] = "exp",

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Groups = tuple[tuple[int, ...], ...]
+# their number, their sizes, or their members
+GroupsLike = int | Sequence[Any]
 
 
-def resolve_groups(groups: int | Sequence[int] | Sequence[Sequence[int]], n_components: int) -> Groups:
+def resolve_groups(groups: GroupsLike, n_components: int) -> Groups:
     """Groups of coordinates: from their number, their sizes ([3, 3]) or their members ([[0, 1], [2, 3, 4, 5]]).
 
     A number that does not divide ``n_components`` makes the first groups one larger.
@@ -52,7 +54,7 @@ def partial_correlation(
     mu: Float[Tensor, "*s M K"],
     z: Float[Tensor, "*s M K"],
     log_std: Tensor | float,
-    groups: Groups,
+    groups: GroupsLike,
     n_total: int | None = None,
     reduction: str = "mean",
 ) -> Float[Tensor, "..."]:
@@ -65,7 +67,7 @@ def partial_correlation(
         mu: means of M of the mixture's components, with any leading axes.
         z: a sample of each.
         log_std: logarithm of the components' standard deviation: a number, or one for each coordinate (*s, K).
-        groups: a partition of range(K), as ``resolve_groups`` makes it.
+        groups: number, sizes or members of the groups, as for ``resolve_groups``.
         n_total: how many components the mixture has (M by default, then nothing is estimated).
         reduction: "mean" over rows, or "none".
 
@@ -184,7 +186,7 @@ class Dependence(NamedTuple):
 def aggregated_partial_correlation(
     mu: Float[Tensor, "n K"],
     log_std: Tensor | float,
-    groups: Groups,
+    groups: GroupsLike,
     *,
     draws: int = 10,
     generator: torch.Generator | None = None,
@@ -214,7 +216,7 @@ def aggregated_partial_correlation(
 def dependence(
     mu: Float[Tensor, "n K"],
     log_std: Tensor | float,
-    groups: Groups,
+    groups: GroupsLike,
     *,
     draws: int = 10,
     permutations: int = 5,
@@ -227,6 +229,7 @@ def dependence(
     """
     if not torch.isfinite(mu).all():
         raise ValueError("mu holds NaN or infinite values")
+    groups = resolve_groups(groups, mu.shape[1])
 
     def measure(mu: Tensor, groups: Groups) -> float:
         return aggregated_partial_correlation(mu, log_std, groups, draws=draws, generator=generator)
