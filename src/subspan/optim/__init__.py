@@ -1,5 +1,7 @@
 """How a step is taken: Muon for fine-tuning and what it does to a pre-trained model; steps without a gradient."""
 
+from typing import TYPE_CHECKING, Any
+
 from subspan.optim.interop import from_torch_muon
 from subspan.optim.mismatch import (
     BestCell,
@@ -13,6 +15,12 @@ from subspan.optim.mismatch import (
     update_strength,
 )
 from subspan.optim.muon import MuonAdamW, muon_scale
+from subspan.optim.output_space.black_box import HttpLoss, SubprocessLoss
+from subspan.optim.output_space.closed_forms import expected_truncated_square, expected_zero_one
+from subspan.optim.output_space.estimate import OutputGradient, output_gradient, suggest_pairs
+from subspan.optim.output_space.loss import GeometricSigma, OutputSpaceLoss, compute_loss_func
+from subspan.optim.output_space.losses import metric_loss, truncated_cross_entropy, truncated_square, zero_one
+from subspan.optim.output_space.noise import top_coordinates
 from subspan.optim.routing import (
     Route,
     build_muon_groups,
@@ -25,36 +33,63 @@ from subspan.optim.zeroth_order.algebra import alignment, query_gain
 from subspan.optim.zeroth_order.optimizers import LOZO, MeZO, StepInfo, ZOOptimizer, replay
 from subspan.optim.zeroth_order.plus import LOZOPlus
 
+if TYPE_CHECKING:
+    from subspan.optim.output_space.classifier import ZeroOneClassifier
+
 __all__ = [
     "LOZO",
     "BestCell",
     "Estimate",
+    "GeometricSigma",
+    "HttpLoss",
     "LOZOPlus",
     "MeZO",
     "MismatchTable",
     "MuonAdamW",
+    "OutputGradient",
+    "OutputSpaceLoss",
     "Route",
     "StepInfo",
     "StudyConfig",
     "StudyRow",
+    "SubprocessLoss",
     "Task",
     "ZOOptimizer",
+    "ZeroOneClassifier",
     "alignment",
     "build_muon_groups",
+    "compute_loss_func",
     "describe",
     "digits_task",
+    "expected_truncated_square",
+    "expected_zero_one",
     "finetune",
     "fingerprint",
     "forgetting",
     "from_torch_muon",
+    "metric_loss",
     "mismatch_table",
     "muon_from_peft",
     "muon_scale",
     "optimizer_cls_and_kwargs",
+    "output_gradient",
     "pretrain",
     "query_gain",
     "replay",
     "route_parameters",
     "run_study",
+    "suggest_pairs",
+    "top_coordinates",
+    "truncated_cross_entropy",
+    "truncated_square",
     "update_strength",
+    "zero_one",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ZeroOneClassifier":  # scikit-learn takes a second to import
+        from subspan.optim.output_space.classifier import ZeroOneClassifier
+
+        return ZeroOneClassifier
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
