@@ -38,8 +38,9 @@ class HubDetector(BaseEstimator, ABC):
     directions of smallest variance. Small variance means large conditional dependence, and hubs carry most of that.
 
     Args:
-        n_components: s. A number, "sqrt/2", "sqrt" or "1.5sqrt" (of the number p of variables; too many is safer than
-            too few), "ratio" (where the inverse eigenvalues drop most, else "sqrt") or "ratio/5" (else p/5).
+        n_components: s. A number, "sqrt/2", "sqrt" or "1.5sqrt" (of the number p of variables), "ratio" (where the
+            inverse eigenvalues drop most, else "sqrt") or "ratio/5" (else p/5). Too many is safer than too few, except
+            for ``JICHD`` where some populations share hubs that others lack.
         correlation: work on correlations; False keeps variances, which changes who is a hub.
         nonparanormal: replace each column by the normal scores of its ranks.
         threshold: zero the off-diagonal entries below this quantile of their magnitudes (the authors use 0.7). What
