@@ -1,6 +1,7 @@
 """Dynamic facility location as a scikit-learn estimator."""
 
 import itertools
+import math
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -368,6 +369,7 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         else:
             clusters.oracle = Counters(clusters) if self.oracle == "counters" else Exact()
         self._clusters = clusters
+        self._radius = float(np.sqrt(clusters.distances.squares.max()))
         self._slot_of: dict[Hashable, int] = {}  # in order of arrival
         self._id_of: dict[int, Hashable] = {}
         self._n_seen = self.n_client_moves_ = self.n_facility_moves_ = 0
@@ -394,10 +396,11 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         The weight is doubled, so that it is seldom passed again.
         """
         farthest, lightest, heaviest = self._extremes
-        distances = self._clusters.distances
-        away = float(np.linalg.norm(X - distances.origin, axis=1).max(initial=0.0))
-        far = away + float(np.sqrt(distances.squares.max()))
-        light = float(weights.min(initial=np.inf))
+        if len(X) == 0:
+            return self._extremes
+        away = X - self._clusters.distances.origin
+        far = self._radius + math.sqrt(np.einsum("nd,nd->n", away, away).max())
+        light = float(weights.min())
         if far <= farthest and light >= lightest and total <= heaviest:
             return self._extremes
         return _Extremes(max(far, farthest), min(light, lightest), max(2 * total, heaviest))
