@@ -27,7 +27,7 @@ def results(**changes: float) -> Results:
             measured = {
                 "homophily gap": value["gap"] if seed else 0.0,
                 "lead of the GNN over the MLP": plain - 0.4,
-                "lead predicted, matched": value["matched"],
+                "lead predicted, rewired": value["matched"],
             }
             rows += [Row("diagnosis", at, metric, seed, number) for metric, number in measured.items()]
     return Results(rows)

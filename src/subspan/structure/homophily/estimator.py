@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import warnings
 import zlib
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from subspan.structure.homophily.adjust import CANDIDATES, SHORTAGES, original_edges, with_edges
 from subspan.structure.homophily.edges import check_index, check_labels, coalesce, node_homophily, with_self_loops
 from subspan.structure.homophily.networks import DirGCN, two_layers
-from subspan.structure.homophily.report import HomophilyReport, make_report
+from subspan.structure.homophily.report import HomophilyReport, make_report, rewired
 from subspan.structure.homophily.training import (
     PSEUDO,
     SELECTIONS,
@@ -185,18 +186,27 @@ class PSAHS(BaseEstimator):
         source, target = run.domains
         held, y = ~source.train, source.y
 
-        def correct(logits: Tensor) -> Tensor:
-            return (logits.argmax(1) == y)[held]
+        def accuracy(logits: Tensor) -> float:
+            return mean_of((logits.argmax(1) == y)[held])
+
+        def gnn(graph: Weighted) -> float:
+            return accuracy(run.networks.logits(source.x, graph))
 
         source_h, _ = node_homophily(source.edges.index, y, len(y))
         target_h, _ = node_homophily(target.edges.index, run.labels, len(target.x))
+        matched = math.nan
+        if bool(target_h.isfinite().any()):
+            edges = rewired(source.edges, y, target_h, torch.Generator().manual_seed(self.seed))
+            matched = gnn(self._graph_of(source._replace(edges=edges)))
         return make_report(
             source_h,
             target_h,
-            held_h=source_h[held],
-            mlp=correct(self.mlp_(source.x)),
-            gnn=correct(run.networks.logits(source.x, self._graph_of(source))),
-            leaky=correct(run.networks.logits(source.x, run.source)),
+            accuracies={
+                "mlp_source": accuracy(self.mlp_(source.x)),
+                "gnn_source": gnn(self._graph_of(source)),
+                "gnn_matched": matched,
+                "gnn_adjusted_source": gnn(run.source),
+            },
             adjustment=run.schedule.adjusted(target, run.labels, round=run.epoch)[1],
             coverage=mean_of(run.labels >= 0),
             history=run.history,
