@@ -313,8 +313,8 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         distances.squares = np.einsum("md,md->m", distances.places, distances.places)
         self._clusters.restore(arrays)
         active = self._clusters.active()
-        x, weights = distances.positions[active] + distances.origin, self._clusters.weights[active]
-        self._extremes = self._widened(x, weights, self._clusters.total)
+        x, lightest = distances.positions[active] + distances.origin, self._clusters.weights[active].min(initial=1.0)
+        self._extremes = self._widened(x, float(np.linalg.norm(x)), float(lightest), self._clusters.total)
         self._slot_of = dict(zip(state["ids"], state["slots"], strict=True))
         self._id_of = {slot: name for name, slot in self._slot_of.items()}
         self.n_features_in_ = distances.places.shape[1]
@@ -369,7 +369,8 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
         else:
             clusters.oracle = Counters(clusters) if self.oracle == "counters" else Exact()
         self._clusters = clusters
-        self._radius = float(np.sqrt(clusters.distances.squares.max()))
+        radius, offset = np.sqrt(clusters.distances.squares.max()), np.linalg.norm(clusters.distances.origin)
+        self._reach = float(radius), float(offset)  # of the places around their middle, and of that from the origin
         self._slot_of: dict[Hashable, int] = {}  # in order of arrival
         self._id_of: dict[int, Hashable] = {}
         self._n_seen = self.n_client_moves_ = self.n_facility_moves_ = 0
@@ -390,20 +391,22 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
                 f"{_MOST_LEVELS}"
             )
 
-    def _widened(self, X: Float64[np.ndarray, "n d"], weights: Float64[np.ndarray, "n"], total: float) -> "_Extremes":
-        """The extremes with these clients, whose weights come to ``total`` with those present; the same where inside.
+    def _widened(self, X: Float64[np.ndarray, "n d"], norm: float, lightest: float, heaviest: float) -> "_Extremes":
+        """The extremes with these clients (of this Frobenius norm, least weight, and weight with those present).
 
-        The weight is doubled, so that it is seldom passed again.
+        The same where nothing goes beyond them. Distance and weight are doubled, so that they are seldom passed again.
         """
-        farthest, lightest, heaviest = self._extremes
-        if len(X) == 0:
-            return self._extremes
-        away = X - self._clusters.distances.origin
-        far = self._radius + math.sqrt(np.einsum("nd,nd->n", away, away).max())
-        light = float(weights.min())
-        if far <= farthest and light >= lightest and total <= heaviest:
-            return self._extremes
-        return _Extremes(max(far, farthest), min(light, lightest), max(2 * total, heaviest))
+        known, (radius, offset) = self._extremes, self._reach
+        farthest = radius + offset + norm  # quickly, and no less than the distance of any row to any facility
+        if farthest > known.farthest and len(X):
+            farthest = radius + float(np.linalg.norm(X - self._clusters.distances.origin, axis=1).max())
+        if farthest <= known.farthest and lightest >= known.lightest and heaviest <= known.heaviest:
+            return known
+        return _Extremes(
+            known.farthest if farthest <= known.farthest else 2 * farthest,
+            min(lightest, known.lightest),
+            known.heaviest if heaviest <= known.heaviest else 2 * heaviest,
+        )
 
     def _insert(self, X: Float64[np.ndarray, "n d"], ids: Any, sample_weight: Any) -> None:
         counted = (i for i in itertools.count(self._n_seen) if i not in self._slot_of)
@@ -414,14 +417,16 @@ class DynamicFacilityLocation(ClusterMixin, BaseEstimator):
             raise ValueError(f"client {present[0]!r} is present already; forget it first")
         if len(set(names)) < len(names):
             raise ValueError("ids holds an id twice")
-        _check_squares(X, "X")
+        norm = _check_squares(X, "X")
         weights = np.ones(len(X)) if sample_weight is None else _check_sample_weight(_plain(sample_weight), X)
         if not (weights > 0).all():
             raise ValueError("sample_weight must be positive; leave out clients of weight 0")
         weights = np.asarray(weights, np.float64)
-        with np.errstate(over="ignore"):  # of what is then refused
-            total = self._clusters.total + float(weights.sum())
-        extremes = self._widened(X, weights, total)
+        lightest, total = 1.0, float(len(X))
+        if sample_weight is not None and len(X):
+            with np.errstate(over="ignore"):  # of what is then refused
+                lightest, total = float(weights.min()), float(weights.sum())
+        extremes = self._widened(X, norm, lightest, self._clusters.total + total)
         if extremes is not self._extremes:
             self._check_levels(self._clusters.prices, extremes)
             self._extremes = extremes
@@ -454,9 +459,12 @@ def _plain(values: Any) -> Any:
     return values.detach().cpu().double().numpy() if hasattr(values, "detach") else values
 
 
-def _check_squares(x: Float64[np.ndarray, "n d"], name: str) -> None:
-    if not np.isfinite(np.vdot(x, x)):
+def _check_squares(x: Float64[np.ndarray, "n d"], name: str) -> float:
+    """The Frobenius norm."""
+    squares = float(np.vdot(x, x))
+    if not math.isfinite(squares):
         raise ValueError(f"{name} holds coordinates whose squares overflow (about 1e154): choose a larger unit")
+    return math.sqrt(squares)
 
 
 def _id_list(ids: Any) -> list[Hashable]:
