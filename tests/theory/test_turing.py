@@ -64,7 +64,7 @@ def sized(small: object, full: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("size", [small, pytest.param(full, marks=pytest.mark.slow)])
 
 
-@sized(12, 300)
+@sized(6, 300)
 def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(size: int) -> None:
     for machine, word in random_runs(size, random_state=0):
         least, steps = needed_bits(machine, word, "cot"), len(machine.run(word).steps)
@@ -74,7 +74,7 @@ def test_t1_every_claimed_token_of_random_machines_with_chain_of_thought(size: i
             assert found.margin >= 1  # T6
 
 
-@sized(12, 100)
+@sized(5, 100)
 def test_t2_every_claimed_token_of_random_machines_with_summaries(size: int) -> None:
     most = 0
     for machine, word in [*random_runs(size, least_steps=4, random_state=7), (binary_counter(), "m0000")]:
@@ -88,7 +88,7 @@ def test_t2_every_claimed_token_of_random_machines_with_summaries(size: int) -> 
     assert most >= 5
 
 
-@sized((4, 12), (4, 6, 8, 10, 12))
+@sized((4, 8), (4, 6, 8, 10, 12))
 @pytest.mark.parametrize("mode", MODES)
 def test_t3_sizes_equal_the_formulas(mode: str, size: tuple[int, ...]) -> None:
     for states, symbols, tapes in (
@@ -116,7 +116,7 @@ def test_t3_a_partial_table_counts_its_entries() -> None:
     assert size_formulas(machine, 4, "cot")["hidden width d_ff"] == max(18 * 4 + 2, 14 * 2 * 4 + 8, entries + 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), bits=st.sampled_from([2, 4, 6, 8, 10]))
 def test_t4_length_of_a_chain_of_thought(seed: int, bits: int) -> None:
     machine, word = next(random_runs(1, random_state=seed))
@@ -260,7 +260,7 @@ def test_t7_softmax_with_snapping_is_hardmax_from_ln_4n_on(size: int) -> None:
     assert weak.verify([segment]).mistakes
 
 
-@sized((3, (4,)), (25, (4, 6, 7)))
+@sized((2, (4,)), (25, (4, 6, 7)))
 @pytest.mark.parametrize("name", LOW)
 def test_t8_low_precision_activations_and_weights(name: str, size: tuple[int, tuple[int, ...]]) -> None:
     machines, counters = size
@@ -311,7 +311,7 @@ def test_t9_a_prefix_run_equals_an_incremental_one() -> None:
     assert torch.allclose(pieces, whole, atol=1e-5)
 
 
-@sized(20, 200)
+@sized(6, 200)
 @pytest.mark.parametrize("mode", MODES)
 def test_t10_free_running_addition(mode: str, size: int) -> None:
     pairs = np.random.default_rng(3).integers(0, 256, size=(size, 2))
@@ -348,7 +348,7 @@ def test_t11_empty_words_and_block_edges(mode: str) -> None:
         (stepper(1), "", ""),
         *((stepper(t), "aa", "aa") for t in (4, 5, 8, 9)),
     ):
-        for bits in (needed_bits(machine, word, mode), 4 if mode == "cot" else 6, 8):
+        for bits in {needed_bits(machine, word, mode), 6}:
             if bits < needed_bits(machine, word, mode):
                 continue
             model = compile_machine(machine, bits, mode, factored_vocab=True)
@@ -383,7 +383,7 @@ def test_t13_names_do_not_matter(mode: str) -> None:
     order = dict(reversed(list(renamed.transitions.items())))
     other = TuringMachine(order, renamed.initial, renamed.halting, renamed.input_alphabet[::-1], renamed.blank)
     assert other.states != renamed.states
-    word = "101+11"
+    word = "1+11"
     ours = compile_machine(machine, mode=mode, for_input=word, factored_vocab=True).run(word)
 
     def rename(value: object) -> object:
@@ -460,9 +460,10 @@ def test_t16_rounding_at_most_doubles_a_distance(name: str, generator: torch.Gen
         assert (after > before).any()
 
 
+@sized(3, 25)
 @pytest.mark.parametrize("choice", ["first", "last", "random"])
-def test_t17_one_maximiser_is_enough(choice: str) -> None:
-    cases = [(m, w, "cot") for m, w in random_runs(8, least_steps=3, random_state=5)] + [
+def test_t17_one_maximiser_is_enough(choice: str, size: int) -> None:
+    cases = [(m, w, "cot") for m, w in random_runs(size, least_steps=3, random_state=5)] + [
         (binary_counter(), "m0000", "cot")
     ]
     cases += [(binary_counter(), "m0000", "scot"), (rewriter(), "", "cot")]
@@ -560,6 +561,12 @@ def test_t19_too_many_ties_are_refused_and_wrong_without_the_guard() -> None:
     assert "4 times" in str(follower.error)
     unguarded = base.softmax(dtype=torch.float8_e4m3fn, denoise="mlp-selective", tie_guard=False)
     assert unguarded.verify(contexts).mistakes
+
+
+@pytest.mark.slow
+def test_t19_the_ways_out_carry_as_many_ties() -> None:
+    word = "a" * 360
+    base = compile_machine(scanner(), for_input=word, factored_vocab=True)
     base.softmax(dtype=torch.float8_e4m3fn).check("a" * 300)
     for safe in (
         base.softmax(dtype=torch.bfloat16),
@@ -750,9 +757,10 @@ def test_a_weak_scale_makes_check_name_the_first_token() -> None:
         weak.check("m0000")
 
 
-def test_a_large_vocabulary_is_refused_unless_factored() -> None:
-    machine = random_machine(4, 9, 8, random_state=1)
-    with pytest.raises(VocabularyTooLarge, match=r"2,98\d,\d{3} tokens"):
+def test_a_large_vocabulary_is_refused_unless_factored(monkeypatch) -> None:
+    monkeypatch.setattr("subspan.theory.turing.model._MAX_VOCABULARY", 1000)
+    machine = random_machine(3, 3, 3, random_state=1)
+    with pytest.raises(VocabularyTooLarge, match=r"2,203 tokens, more than 1,000: pass factored_vocab=True"):
         compile_machine(machine, 4)
     model = compile_machine(machine, 4, factored_vocab=True)
     with pytest.raises(ValueError, match="use predict"):
@@ -923,15 +931,16 @@ def test_growth_follows_the_theory() -> None:
 
 FORMS = [
     *(("sparse1", choice) for choice in ("first", "last", "random")),
-    *(("softmax", name, "mlp") for name in FORMATS),
-    *(("softmax", "bf16", denoise) for denoise in ("mlp-full", "snap", None)),
+    *(("softmax", "bf16", denoise) for denoise in ("mlp", "mlp-full", "snap", None)),
+    *(("softmax", name, "mlp") for name in ("fp32", "e4m3")),
+    *(pytest.param(("softmax", name, "mlp"), marks=pytest.mark.slow) for name in ("fp16", "e5m2")),
 ]
 
 
 @pytest.mark.parametrize("form", [("hardmax",), *FORMS], ids=str)
 def test_a_single_run_in_numpy_writes_what_a_batch_in_torch_writes(form: tuple[str, ...]) -> None:
     # ``stepper.py`` says once more what ``layers.py`` says: this holds them together
-    word = "m01"
+    word = "m0"
     for mode in MODES:
         base = compile_machine(binary_counter(), 6, mode, factored_vocab=True)
         model = base.sparse1(form[1]) if form[0] == "sparse1" else base
