@@ -92,6 +92,25 @@ class Zeroth(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
+class Objective(Section):
+    """What to train on in place of cross-entropy, by noise on the logits; see subspan.optim.OutputSpaceLoss."""
+
+    loss: str = Field(description="zero-one, truncated, or python:module.function of (logits, labels)")
+    pairs: PositiveInt = Field(16, description="antithetic pairs of noisy logits scored for each row")
+    sigma: Positive | Annotated[str, Field(pattern=r"^relative:\d")] = Field(
+        1.0, description='scale of the noise on the logits, or "relative:a" of their running spread'
+    )
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps on cross-entropy first")
+    cap: Positive = Field(2.0, description="truncated: cross-entropy in nats beyond which a row costs no more")
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in ("zero-one", "truncated") or name.startswith("python:"):
+            return name
+        raise ValueError(_nearest(name, ("zero-one", "truncated", "python:module.function"), "objective"))
+
+
 class Privacy(Section):
     """Differential privacy at the level of one training row."""
 
@@ -122,6 +141,7 @@ class Config(Section):
     fisher: FisherOptions = FisherOptions()
     optimizer: Literal["adamw", "muon", "mezo", "lozo", "lozo+"] = "adamw"
     zeroth: Zeroth = Zeroth()
+    objective: Objective | None = Field(None, description="null is cross-entropy")
     privacy: Privacy | None = None
     lr: Positive = 2e-4
     head_lr: Positive | None = Field(None, description="learning rate of the new classification head (default: lr)")
@@ -148,6 +168,12 @@ class Config(Section):
         """``privacy: prism`` is short for ``privacy: {method: prism}``."""
         return {"method": value} if isinstance(value, str) else value
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _loss_alone(cls, value: Any) -> Any:
+        """``objective: zero-one`` is short for ``objective: {loss: zero-one}``."""
+        return {"loss": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _sensible(self) -> "Config":
         if self.task == "causal-lm" and "{text}" not in self.prompt:
@@ -157,6 +183,8 @@ class Config(Section):
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         private = self.privacy
+        if self.objective is not None:
+            self._trains_an_objective(self.objective.loss)
         if self.optimizer in ZEROTH:
             if private is not None:
                 raise ValueError(
@@ -189,6 +217,23 @@ class Config(Section):
         if private is not None and self.adapter is not None and self.adapter.dora:
             raise ValueError("dora has magnitudes outside the factor pairs, which the private step does not cover")
         return self
+
+    def _trains_an_objective(self, name: str) -> None:
+        if self.task != "classification":
+            raise ValueError(
+                f"objective: {name} scores the logits of a row's labels, and task: {self.task} has none; "
+                "use task: classification"
+            )
+        if self.privacy is not None:
+            raise ValueError(
+                f"objective: {name} replaces the loss whose gradient a private step clips row by row; "
+                "leave out objective or privacy"
+            )
+        if self.optimizer in ZEROTH:
+            raise ValueError(
+                f"objective: {name} sends its estimate through a backward pass, and optimizer: {self.optimizer} makes "
+                "none; use adamw or muon"
+            )
 
 
 def _nearest(word: str, known: Sequence[str], what: str) -> str:

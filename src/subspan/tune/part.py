@@ -12,7 +12,7 @@ from subspan.surgery import BaseShift
 
 if TYPE_CHECKING:
     from subspan.tune.config import Config
-    from subspan.tune.tasks import Batch, CausalLM, Classification, Row
+    from subspan.tune.tasks import Batch, CausalLM, Classification, Losses, Row
 
 
 @dataclass
@@ -69,6 +69,10 @@ class Part:
 
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor | None:
         """Forward and backward of one batch, if the part does it itself; returns the mean loss for the log."""
+        return None
+
+    def losses(self, run: Run, model: nn.Module, batch: "Batch") -> "Losses | None":
+        """The losses of a training batch, from a part that trains on something else than the task's own."""
         return None
 
     def figures(self) -> dict[str, float]:

@@ -107,9 +107,12 @@ class Classification:
         return self.score(model, batch).losses
 
     def score(self, model: nn.Module, batch: Batch) -> Scored:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        logits = self.logits(model, batch)
         total = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
         return Scored(Losses(total, torch.ones_like(total)), logits.argmax(-1) == batch["labels"])
+
+    def logits(self, model: nn.Module, batch: Batch) -> Float[Tensor, "b labels"]:
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
 
 
 @dataclass(frozen=True)

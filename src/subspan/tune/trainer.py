@@ -103,7 +103,8 @@ class TuneTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        losses = self.run.task.losses(model, inputs)
+        own = (x for p in self.parts if (x := p.losses(self.run, model, inputs)) is not None)
+        losses = next(own, None) or self.run.task.losses(model, inputs)
         if num_items_in_batch is None:
             return self._finite(losses.mean())
         # DistributedDataParallel averages over processes, but the count is of all of them.

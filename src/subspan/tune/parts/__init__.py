@@ -6,6 +6,7 @@ from subspan.tune.part import Part
 
 def assemble(config: Config) -> list[Part]:
     """The parts of a run, in the order their hooks are called."""
+    from subspan.tune.parts.objective import OutputObjective
     from subspan.tune.parts.optimisers import AdamW, Muon
     from subspan.tune.parts.private import PrivateSteps
     from subspan.tune.parts.starts import FisherStart, PeftStart
@@ -14,6 +15,8 @@ def assemble(config: Config) -> list[Part]:
     parts: list[Part] = []
     if config.adapter is not None:
         parts.append(FisherStart(config.fisher) if config.init == "fisher" else PeftStart(config.init))
+    if config.objective is not None:
+        parts.append(OutputObjective(config.objective))
     if config.privacy is not None:
         parts.append(PrivateSteps(config.privacy))
     elif config.optimizer in ZEROTH:
