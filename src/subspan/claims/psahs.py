@@ -55,7 +55,7 @@ def compare(
     assert answers is not None
     options: dict[str, Any] = {"epochs": 100, "hidden": hidden, "seed": seed, "mlp": None}
     if smoke:
-        options |= {"epochs": 3, "hidden": 8, "mlp": torch.nn.Linear(source.x.shape[1], 2)}
+        options |= {"epochs": 2, "hidden": 8, "mlp": torch.nn.Linear(source.x.shape[1], 2)}
     fitted: dict[str, PSAHS] = {}
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # what the diagnosis says is measured below
