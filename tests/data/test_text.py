@@ -197,6 +197,22 @@ def test_splits_are_disjoint_complete_stratified_and_repeatable(labels, shares, 
     assert [part["id"][:] for part in again] == [part["id"][:] for part in splits]
 
 
+@pytest.mark.parametrize(
+    ("rows", "labels", "validation", "test"),
+    [(60, 2, 5, 10), (120, 8, 8, 20), (1000, 77, 50, 100), (500, 60, 20, 40), (60, 60, 5, 10)],
+)
+def test_parts_have_the_sizes_asked_for_whatever_the_labels(rows, labels, validation, test):
+    data = table([i % labels for i in range(rows)])
+    splits = split_data(data, validation=validation / rows, test=test / rows, label="label", random_state=0)
+    assert [len(part) for part in splits] == [rows - validation - test, validation, test]
+    for label in range(labels):
+        held = sum(part["label"][:].count(label) for part in splits)
+        assert held == rows // labels + (label < rows % labels)
+        if rows // labels > 5:
+            share = splits.test["label"][:].count(label) / held
+            assert abs(share - test / rows) <= 1 / held + 1e-9
+
+
 def test_other_seeds_give_other_splits_in_random_order():
     data = table([0, 1] * 50)
     one, two = (split_data(data, validation=0.1, test=0.1, random_state=seed) for seed in (0, 1))

@@ -110,7 +110,7 @@ def settings(causal, encoder, table, tmp_path):
             "model": str(causal if task == "causal-lm" else encoder),
             "task": task,
             "data": {"source": str(table), "validation": 20, "test": 40} | changes.pop("data", {}),
-            "prompt": "rate : {text}",
+            **({"prompt": "rate : {text}"} if task == "causal-lm" else {}),
             "output": str(tmp_path / "run"),
             "adapter": {"r": 4, "alpha": 8} | changes.pop("adapter", {}),
             "lr": 1e-2,

@@ -107,3 +107,40 @@ def test_the_json_schema_lists_every_key_for_editors():
     schema = Config.model_json_schema()
     assert set(schema["properties"]) == set(Config.model_fields)
     assert schema["additionalProperties"] is False
+
+
+def test_overrides_that_are_no_yaml_are_text_where_text_belongs(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("model: m\ntask: causal-lm\ndata: {source: d.csv}\noutput: out\nprivacy: prism\n")
+    assert load(path, ["prompt={text} {rating}"]).prompt == "{text} {rating}"
+    assert load(path, ["prompt={text}"]).prompt == "{text}"
+    assert load(path, ["system=null"]).system is None
+    assert load(path, ["privacy.twin=false"]).privacy.twin is False
+    with pytest.raises(ConfigError, match=r"--set lr: '\[1' is not valid YAML"):
+        load(path, ["lr=[1"])
+    with pytest.raises(ConfigError, match="is a folder"):
+        load(tmp_path)
+    path.write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"a\.yaml is not UTF-8"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": "say {text}"}, "a classifier reads the text alone"),
+        ({"system": "be brief"}, "a classifier reads the text alone"),
+        ({"privacy": "naive", "max_grad_norm": 0.5}, "privacy.clip"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        parse({"model": "m", "data": {"source": "d"}, "output": "o"} | changes)
+
+
+def test_a_resolved_configuration_reads_back_as_itself(tmp_path):
+    for changes in ({}, {"optimizer": "lozo"}, {"privacy": "naive"}, {"task": "causal-lm"}, {"adapter": None}):
+        config = parse({"model": "m", "data": {"source": "d"}, "output": "o"} | changes)
+        path = tmp_path / "resolved.yaml"
+        path.write_text(dump(config))
+        assert load(path) == config

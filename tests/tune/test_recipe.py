@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from subspan.errors import BaseMismatch, ConfigError, DataError, NonFinite, SubspanError, TargetError
 from subspan.tune import parse, plan, tune
-from subspan.tune.recipe import load_model, load_task
+from subspan.tune.recipe import Silent, load_model, load_task
 
 
 def adapter(folder):
@@ -342,33 +343,156 @@ def test_an_empty_table_is_refused(settings, tmp_path):
         tune(parse(settings(data={"source": str(path)})))
 
 
-def test_a_label_that_training_never_saw_is_named(settings, table, tmp_path):
-    lines = table.read_text().splitlines()
-    path = tmp_path / "rare.csv"
-    path.write_text("\n".join([*lines, "w1 w2,excellent"]) + "\n")
-    found = set()
-    for seed in range(4):  # the one rare row falls into some held-out part for some seed
-        try:
-            load_task(parse(settings("classification", data={"source": str(path)}, seed=seed)))
-        except DataError as error:
-            found.add(str(error))
-    assert all("'excellent', which the training data does not have" in text for text in found)
+def test_a_label_that_training_never_saw_is_named(settings, tmp_path):
+    path = tmp_path / "many.csv"
+    rows = [f"w{i} w{i % 5},l{i % 8}" for i in range(40)]
+    path.write_text("\n".join(["text,label", *rows]) + "\n")
+    data = {"source": str(path), "train": 4, "validation": 8, "test": 8}
+    with pytest.raises(DataError, match=r"row \d+ has label 'l\d', which the training data does not have") as caught:
+        load_task(parse(settings("classification", data=data)))
+    number, label = re.search(r"row (\d+) has label '(l\d)'", str(caught.value)).groups()
+    assert rows[int(number) - 1].endswith("," + label)  # rows are counted as the file has them
 
 
 def test_another_configuration_in_the_same_folder_is_refused(settings):
     tune(parse(settings()))
-    with pytest.raises(ConfigError, match="already holds a run with another lr"):
+    with pytest.raises(ConfigError, match=r"another configuration \(lr: 0.01 there, 0.001 here\)"):
         tune(parse(settings(lr=1e-3)))
     assert tune(parse(settings(lr=1e-3)), fresh=True)["steps"] == 6
 
 
 def test_a_folder_with_other_files_is_never_touched(settings, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("mine")
-    for fresh in (False, True):
-        with pytest.raises(ConfigError, match="is no run folder"):
-            tune(parse(settings()), fresh=fresh)
-    assert (tmp_path / "run" / "thesis.txt").read_text() == "mine"
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    for name in ("thesis.txt", "adapter/mine.bin", "config.yaml"):
+        (tmp_path / "run" / name).write_text("title: mine")
+        for fresh in (False, True):
+            with pytest.raises(ConfigError, match="is no run folder"):
+                tune(parse(settings()), fresh=fresh)
+        assert (tmp_path / "run" / name).read_text() == "title: mine"
+
+
+def test_a_fresh_start_that_cannot_begin_leaves_the_finished_run(settings, tmp_path):
+    tune(parse(settings()))
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    for changes in ({"data": {"source": "typo.csv"}}, {"adapter": {"r": 1000}}, {"max_length": 7}):
+        with pytest.raises((ConfigError, DataError)):
+            tune(parse(settings(**changes)), fresh=True)
+        assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
+        assert (tmp_path / "run" / "summary.json").exists()
+    tune(parse(settings()), fresh=True)
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_mistake_leaves_no_run_folder_behind(settings, tmp_path):
+    with pytest.raises(DataError, match=r"typo\.csv"):
+        tune(parse(settings(data={"source": "typo.csv"})))
+    assert tune(parse(settings()))["steps"] == 6
+
+
+def test_a_finished_run_says_so_and_a_lost_adapter_is_missed(settings, tmp_path):
+    import shutil
+
+    first = tune(parse(settings()))
+    said = []
+
+    class Heard(Silent):
+        def say(self, text):
+            said.append(text)
+
+    assert tune(parse(settings()), display=Heard())["after"] == first["after"]
+    assert ["is finished; --fresh trains again" in text for text in said] == [True]
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    with pytest.raises(ConfigError, match="adapter is gone"):
+        tune(parse(settings()))
+
+
+def stopped_at(step, config, monkeypatch):
+    """Run until the given step begins, and leave it there."""
+    from subspan.tune.trainer import TuneTrainer
+
+    original, calls = TuneTrainer.training_step, []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TuneTrainer, "training_step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        tune(config)
+    monkeypatch.setattr(TuneTrainer, "training_step", original)
+
+
+def test_resuming_on_other_rows_is_refused(settings, table, tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    path.write_text(table.read_text())
+    config = parse(settings(data={"source": str(path)}))
+    stopped_at(4, config, monkeypatch)
+    path.write_text(table.read_text().replace(",good", ",bad", 1))
+    with pytest.raises(ConfigError, match=r"the rows are no longer what the run in .* began with"):
+        tune(config)
+    path.write_text(table.read_text())
+    assert tune(config)["steps"] == 6
+
+
+def test_a_damaged_checkpoint_is_passed_over(settings, tmp_path, monkeypatch):
+    whole = parse(settings(output=str(tmp_path / "whole")))
+    tune(whole)
+    config = parse(settings())
+    stopped_at(6, config, monkeypatch)
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    for name in ("optimizer.pt", "adapter_model.safetensors"):
+        path = folder / "checkpoint-4" / name
+        kept = path.read_bytes()
+        path.write_bytes(kept[: len(kept) // 2])
+        from subspan.tune.trainer import latest_checkpoint
+
+        assert latest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    tune(config)
+    assert equal(adapter(tmp_path / "whole"), adapter(tmp_path / "run"))
+
+
+def test_an_infinite_gradient_stops_the_run_even_where_nothing_is_clipped(settings, monkeypatch):
+    from subspan.tune.tasks import CausalLM
+
+    losses = CausalLM.losses
+
+    def steep(self, model, batch):
+        found = losses(self, model, batch)
+        if found.total.requires_grad:
+            found.total.register_hook(lambda g: g * float("inf"))
+        return found
+
+    monkeypatch.setattr(CausalLM, "losses", steep)
+    with pytest.raises(NonFinite, match="the gradient norm is"):
+        tune(parse(settings(max_grad_norm=0.0, evaluate_every=None)))
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "error", "words"),
+    [
+        ("classification", {"max_length": 100, "data": {"source": "long"}}, ConfigError, "set max_length=64"),
+        ("causal-lm", {"model": "encoder"}, ConfigError, "both directions"),
+        ("classification", {"batch_size": 500}, ConfigError, "exceeds the 180 training rows"),
+        ("classification", {"privacy": {"delta": 0.5}}, DataError, "publishes one row"),
+        ("classification", {"data": {"label": "text"}}, DataError, "labels that recur"),
+    ],
+)  # fmt: skip
+def test_what_this_model_cannot_do_with_these_rows_is_refused(settings, encoder, tmp_path, task, changes, error, words):
+    if changes.get("data", {}).get("source") == "long":
+        path = tmp_path / "long.csv"
+        path.write_text("text,label\n" + "\n".join(f"{'w1 ' * 90},{'good' if i % 2 else 'bad'}" for i in range(80)))
+        changes = changes | {"data": {"source": str(path)}}
+    if changes.get("model") == "encoder":
+        changes = changes | {"model": str(encoder)}
+    config = parse(settings(task, **changes))
+    with pytest.raises(error, match=words):
+        tune(config)
+    if "encoder" not in words and "both" not in words:
+        with pytest.raises(error, match=words):
+            plan(config)
 
 
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(settings, tmp_path, monkeypatch):
@@ -383,7 +507,7 @@ def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(settings, t
 
     monkeypatch.setattr(CausalLM, "losses", broken)
     config = parse(settings(evaluate_every=None))
-    with pytest.raises(NonFinite, match=r"the loss is nan in step 4 \(training rows [\d, ]+\).*checkpoint-2"):
+    with pytest.raises(NonFinite, match=r"the loss is nan in step 4 \(rows [\d, ]+ of .*\).*checkpoint-2"):
         tune(config)
     assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors").exists()
     monkeypatch.undo()

@@ -195,11 +195,11 @@ def run_gauge(seed: int, smoke: bool, method: str, lrs: Sequence[float], gauges:
 
 
 def cells(smoke: bool) -> list[Cell]:
-    lrs = list(LRS[1:3] if smoke else LRS)
+    lrs = list(LRS[1:4] if smoke else LRS)
     out = [Cell("before adaptation", run_before)]
     for method in METHODS:
-        budgets: list[float | None] = [3.0] if smoke or "whitened" in method else list(EPSILONS)
-        if method in WITHOUT_PRIVACY and not smoke:
+        budgets: list[float | None] = [3.0] if "whitened" in method else list(EPSILONS)
+        if method in WITHOUT_PRIVACY:
             budgets.append(None)
         if "dp-sgd" not in method:
             out.append(Cell(method, run_grid, {"method": method, "epsilons": budgets, "lrs": lrs}))
@@ -208,9 +208,8 @@ def cells(smoke: bool) -> list[Cell]:
         ("adamw, balanced start", lrs[1:4]),
         ("dp-sgd, balanced start", SGD_LRS[:1] if smoke else SGD_LRS),
     ):
-        gauges = GAUGES[1:3] if smoke else GAUGES
         out.append(
-            Cell(f"gauges of {method}", run_gauge, {"method": method, "lrs": list(grid), "gauges": list(gauges)})
+            Cell(f"gauges of {method}", run_gauge, {"method": method, "lrs": list(grid), "gauges": list(GAUGES)})
         )
     return out
 

@@ -268,14 +268,14 @@ class Labels:
             )
         return cls(names)
 
-    def encode(self, values: Sequence[Any]) -> list[int]:
-        """Labels as numbers.
+    def encode(self, values: Sequence[Any], rows: Sequence[int] | None = None) -> list[int]:
+        """Labels as numbers; ``rows`` are what a message calls them (by default 1, 2, ...).
 
         Raises:
             DataError: a label that training never saw, by name.
         """
         numbers = {name: number for number, name in enumerate(self.names)}
-        for row, value in enumerate(values, 1):
+        for row, value in zip(rows or range(1, len(values) + 1), values, strict=True):
             if str(value) not in numbers:
                 raise DataError(
                     f"row {row} has label {str(value)!r}, which the training data does not have; "
@@ -337,16 +337,33 @@ def split_data(
 
 
 def _assign_rows(labels: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The part (0, 1, 2) of each row; each label is shared out by largest remainders, ties to the training part."""
+    """The part (0, 1, 2) of each row: the parts' sizes by largest remainders, and each label shared out so that no
+    count is a whole row away from its quota. Where there is a choice, the training part gets the row."""
+    quota = np.outer(np.bincount(labels), shares)
+    counts = np.floor(quota + 1e-9).astype(int)
+    whole = shares * len(labels)
+    sizes = np.floor(whole + 1e-9).astype(int)
+    sizes[np.argsort(sizes - whole, kind="stable")[: len(labels) - sizes.sum()]] += 1
+    counts += _rounded_up(quota - counts, np.bincount(labels) - counts.sum(1), sizes - counts.sum(0))
     parts = np.empty(len(labels), dtype=int)
-    for value in np.unique(labels):
-        rows = rng.permutation(np.flatnonzero(labels == value))
-        quota = shares * len(rows)
-        counts = np.floor(quota).astype(int)
-        largest = np.argsort(counts - quota, kind="stable")[: len(rows) - counts.sum()]
-        counts[largest] += 1
-        parts[rows] = np.repeat(np.arange(3), counts)
+    for label, row in enumerate(counts):
+        parts[rng.permutation(np.flatnonzero(labels == label))] = np.repeat(np.arange(3), row)
     return parts
+
+
+def _rounded_up(remainders: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Zeros and ones with these row and column sums, ones where the remainders are large (a transport problem, whose
+    vertices are whole numbers)."""
+    from scipy import sparse
+    from scipy.optimize import linprog
+
+    height, width = remainders.shape
+    of_row = sparse.kron(sparse.eye(height), np.ones((1, width)))
+    sums = sparse.vstack([of_row, sparse.kron(np.ones((1, height)), sparse.eye(width))])
+    gain = remainders + np.array([1e-3] + [0.0] * (width - 1))
+    most = (remainders > 1e-9).astype(float).ravel()
+    found = linprog(-gain.ravel(), A_eq=sums, b_eq=np.concatenate([rows, columns]), bounds=np.c_[0 * most, most])
+    return np.rint(found.x).astype(int).reshape(remainders.shape)
 
 
 def _assign_groups(labels: np.ndarray, groups: np.ndarray, shares: np.ndarray, rng: np.random.Generator) -> np.ndarray:

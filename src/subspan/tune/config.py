@@ -155,7 +155,7 @@ class Config(Section):
     accumulate: PositiveInt = Field(1, description="split each batch into this many forward passes")
     max_steps: PositiveInt = 200
     max_length: PositiveInt = Field(512, description="tokens per row; longer texts lose their end, never the answer")
-    evaluate_every: PositiveInt | None = Field(None, description="steps between looks at the validation rows")
+    evaluate_every: PositiveInt | None = Field(50, description="steps between looks at the validation rows; null: none")
     checkpoint_every: PositiveInt = 50
     log_every: PositiveInt = 5
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -178,6 +178,8 @@ class Config(Section):
     def _sensible(self) -> "Config":
         if self.task == "causal-lm" and "{text}" not in self.prompt:
             raise ValueError("prompt must contain {text}, the place where each row's text goes")
+        if self.task == "classification" and (self.prompt != "{text}" or self.system is not None):
+            raise ValueError("a classifier reads the text alone: leave out prompt and system, or use task: causal-lm")
         if self.head_lr is not None and self.task != "classification":
             raise ValueError(f"head_lr={self.head_lr}: task {self.task} trains no head of its own")
         if self.batch_size % self.accumulate:
@@ -212,6 +214,8 @@ class Config(Section):
             )
         if private is not None and private.method == "ffa" and self.optimizer == "muon":
             raise ValueError("privacy.method: ffa freezes half of each factor pair and is defined for adamw only")
+        if private is not None and self.max_grad_norm != 1.0:
+            raise ValueError("under privacy each row's gradient is clipped, by privacy.clip; leave max_grad_norm out")
         if private is not None and self.accumulate > 1:
             raise ValueError("under privacy, batches are split by privacy.physical_batch; leave accumulate at 1")
         if private is not None and self.adapter is not None and self.adapter.dora:
@@ -255,7 +259,8 @@ def _explain(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{'.'.join(where)} is missing from the configuration"
-    return f"{'.'.join(where)}: {message} (got {first['input']!r})" if where else message
+    got = "" if repr(first["input"]) in message else f" (got {first['input']!r})"
+    return f"{'.'.join(where)}: {message}{got}" if where else message
 
 
 def _section(annotation: Any) -> Any:
@@ -280,9 +285,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"there is no configuration file {path}")
+        raise ConfigError(f"{path} is a folder" if path.is_dir() else f"there is no configuration file {path}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -291,8 +298,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set takes key=value, got {item!r}")
-        _assign(values, key.strip().split("."), yaml.safe_load(text), key)
+        _assign(values, key.strip().split("."), _value(key.strip(), text), key)
     return parse(values)
+
+
+def _value(key: str, text: str) -> Any:
+    """An override's value: YAML, or the text as it is where the key holds text (a prompt may begin with a brace)."""
+    model: Any = Config
+    field = None
+    for part in key.split("."):
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        model = _section(field.annotation) if field else None
+    if field is not None and field.annotation in (str, str | None) and text not in ("null", ""):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {key}: {text!r} is not valid YAML; quote it") from None
 
 
 def _assign(values: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
@@ -300,6 +322,8 @@ def _assign(values: dict[str, Any], parts: list[str], value: Any, key: str) -> N
         inner = values.setdefault(part, {})
         if inner is None:
             inner = values[part] = {}
+        if part == "privacy" and isinstance(inner, str):
+            inner = values[part] = {"method": inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {key}: {part} is not a section")
         values = inner

@@ -9,15 +9,16 @@ def plan(config: Config) -> dict[str, Any]:
     """Parameter counts, steps, an estimate of memory in GiB and, under privacy, the noise; reads data, no weights."""
     from peft import LoraConfig, get_peft_model
 
-    from subspan.surgery import find_targets
-    from subspan.tune.recipe import head_names, load_model, load_task, parameter_counts
+    from subspan.tune.recipe import check_fit, checked_targets, load_model, load_task, parameter_counts, quiet
 
-    task, rows = load_task(config)
-    base = load_model(config, rows.labels, meta=True)
+    with quiet():
+        task, rows = load_task(config)
+        base = load_model(config, rows.labels, meta=True)
+    check_fit(config, task, rows, base)
     shape: Any = base.config
     targets: dict[str, Any] = {}
     if config.adapter:
-        targets = find_targets(base, config.adapter.targets, exclude=head_names(base))
+        targets = checked_targets(base, config.adapter)
         lora = LoraConfig(r=config.adapter.r, target_modules=list(targets), task_type=task.peft_task)
         counts = parameter_counts(get_peft_model(base, lora))  # pyright: ignore[reportArgumentType]
     else:

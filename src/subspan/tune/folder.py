@@ -51,33 +51,64 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report.html"
 
-    def claim(self, config: Config, fresh: bool) -> bool:
-        """Make the folder this run's own; returns whether it holds the same run, begun earlier.
+    @property
+    def identity(self) -> Path:
+        """Digests of the rows and of the base model that the run began with."""
+        return self.path / "identity.json"
 
-        Raises ``ConfigError`` when it holds a run with another configuration.
+    def holds(self, config: Config, fresh: bool) -> bool:
+        """Whether the folder holds this run, begun earlier, to be continued. Changes nothing.
+
+        Raises ``ConfigError`` when it holds a run with another configuration (unless ``fresh``), or other files.
+        """
+        recorded = self._recorded()
+        if recorded is None:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise ConfigError(f"{self.path} is not empty and is no run folder; choose another output")
+            return False
+        if fresh:
+            return False
+        mine, theirs = (_flat(c.model_dump(mode="json")) for c in (config, recorded))
+        differing = [k for k in mine | theirs if k != "output" and mine.get(k) != theirs.get(k)]
+        if differing:
+            changes = ", ".join(f"{k}: {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in differing[:3])
+            raise ConfigError(
+                f"{self.path} already holds a run with another configuration ({changes}); choose another output, or "
+                "start over with --fresh"
+            )
+        return True
+
+    def open(self, config: Config, fresh: bool, **digests: str) -> None:
+        """Make the folder this run's own, now that its data and model are known to be usable.
+
+        Raises ``ConfigError`` when the run began with other rows or another base model.
         """
         if fresh:
             self._clear()
-        if self.config.exists():
-            other = load(self.config)
-            mine, theirs = config.model_dump(mode="json"), other.model_dump(mode="json")
-            differing = [k for k in mine if k != "output" and mine[k] != theirs[k]]
-            if differing:
-                raise ConfigError(
-                    f"{self.path} already holds a run with another {', '.join(differing)}; "
-                    "choose another output, or start over with --fresh"
-                )
-            return True
-        if self.path.exists() and any(self.path.iterdir()):
-            raise ConfigError(f"{self.path} is not empty and is no run folder; choose another output")
-        write_text(self.config, dump(config))
-        return False
+        if not self.config.exists():
+            write_text(self.config, dump(config))
+        if not self.identity.exists():
+            write_json(self.identity, digests)
+        began = json.loads(self.identity.read_text(encoding="utf-8"))
+        changed = [what for what in digests if began.get(what) != digests[what]]
+        if changed:
+            raise ConfigError(
+                f"the {' and the '.join(changed)} are no longer what the run in {self.path} began with; restore them, "
+                "or start over with --fresh"
+            )
+
+    def _recorded(self) -> Config | None:
+        """The configuration that lies here; None where there is none, or a file of that name that is no such thing."""
+        try:
+            return load(self.config)
+        except ConfigError:
+            return None
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
         for item in ("checkpoints", "adapter", "model", "twin", "logs"):
             shutil.rmtree(self.path / item, ignore_errors=True)
-        for file in (self.metrics, self.start, self.before, self.summary, self.report, self.config):
+        for file in (self.metrics, self.start, self.before, self.summary, self.report, self.identity, self.config):
             file.unlink(missing_ok=True)
 
     def finished(self) -> dict[str, Any] | None:
@@ -87,3 +118,11 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         write_json(self.summary, summary)
         shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

@@ -1,6 +1,7 @@
 """The main job: from a configuration to a run folder."""
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -15,7 +16,15 @@ from torch import nn
 
 from subspan.errors import ConfigError, DataError, MissingExtra
 from subspan.files import write_json
-from subspan.surgery import BaseShift, export_plain_lora, factor_pairs, find_targets, role_of, weight_matrix
+from subspan.surgery import (
+    BaseShift,
+    base_fingerprint,
+    base_layer,
+    export_plain_lora,
+    factor_pairs,
+    find_targets,
+    role_of,
+)
 from subspan.tune.config import ZEROTH, Adapter, Config
 from subspan.tune.folder import RunFolder
 from subspan.tune.part import Part, Run
@@ -57,6 +66,17 @@ class Rows:
     test: list[Row]
     labels: list[str]
 
+    def digest(self) -> str:
+        """Of every row of every split, in order."""
+        parts = [self.train, self.validation, self.test]
+        text = json.dumps([[{k: r[k] for k in ("input_ids", "labels")} for r in part] for part in parts])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def repeated(self) -> int:
+        """Test rows whose tokens stand in the training split, word for word."""
+        seen = {tuple(r["input_ids"]) for r in self.train}
+        return sum(tuple(r["input_ids"]) in seen for r in self.test)
+
 
 def tune(config: Config, *, fresh: bool = False, display: Display | None = None) -> dict[str, Any]:
     """Fine-tune as ``config`` says; returns the summary that also lies in ``summary.json``.
@@ -68,7 +88,7 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         SubspanError: a missing file, column or asset, a combination that cannot work, a NaN loss, a full disk; each
             with one sentence, and with what was written before left whole.
     """
-    _require_extra()
+    _require_extra(config.report_to)
     from accelerate import PartialState
 
     processes = PartialState(cpu=_computes_on_cpu())  # one, unless a launcher started several
@@ -79,16 +99,19 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
             f"{processes.num_processes} processes"
         )
     folder = RunFolder(config.output)
-    with processes.main_process_first():
-        resuming = folder.claim(config, fresh and processes.is_main_process)
+    resuming = folder.holds(config, fresh)
     done = folder.finished() if resuming else None
-    started = folder.start.exists()
-    processes.wait_for_everyone()  # before the first of them writes a start or a summary that another would see
+    started = resuming and folder.start.exists()
+    processes.wait_for_everyone()  # before the first of them writes what another would see
     if done is not None:
+        kept = folder.adapter if config.adapter else folder.model
+        if not kept.exists():
+            raise ConfigError(f"the run in {folder.path} is finished, but {kept} is gone; --fresh trains again")
+        display.say(f"the run in {folder.path} is finished; --fresh trains again")
         return done
     began = time.perf_counter()
-    with _quiet():
-        summary = _train(config, folder, display, started)
+    with quiet():
+        summary = _train(config, folder, display, fresh, started)
     summary["seconds"] = round(time.perf_counter() - began, 1)
     private = config.privacy
     if private is not None and private.twin:
@@ -114,7 +137,7 @@ def _parts(config: Config) -> int:
     return next(k for k in range(1, size + 1) if size % k == 0 and size // k <= limit)
 
 
-def _train(config: Config, folder: RunFolder, display: Display, started: bool) -> dict[str, Any]:
+def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, started: bool) -> dict[str, Any]:
     """The run itself; every process computes, the main one alone writes (a checkpoint's optimiser state apart)."""
     from accelerate import PartialState
     from transformers import set_seed
@@ -127,9 +150,18 @@ def _train(config: Config, folder: RunFolder, display: Display, started: bool) -
     set_seed(config.seed)
     processes = PartialState()
     model = load_model(config, rows.labels).to(processes.device)
+    check_fit(config, task, rows, model)
+    if processes.is_main_process:
+        folder.open(config, fresh, rows=rows.digest(), **{"base model": base_fingerprint(model)})
+    processes.wait_for_everyone()
+    if full := sum(len(r["input_ids"]) >= config.max_length for r in rows.train):
+        display.say(
+            f"{full} of {len(rows.train)} training rows fill max_length={config.max_length}: longer ones are cut"
+        )
     parts = assemble(config)
     run = Run(config, folder.path, task, rows.train, model, display.say, resuming=started)
-    run.note("data", train=len(rows.train), validation=len(rows.validation), test=len(rows.test), labels=rows.labels)
+    sizes = {"train": len(rows.train), "validation": len(rows.validation), "test": len(rows.test)}
+    run.note("data", **sizes, test_rows_also_in_train=rows.repeated(), labels=rows.labels)
     prepare(run, parts, folder)
     model = run.model
     run.note("adapter" if config.adapter else "model", **parameter_counts(model))
@@ -191,7 +223,7 @@ def prepare(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
     from accelerate import PartialState
 
     wanted = run.config.adapter
-    run.targets = list(_checked_targets(run.model, wanted)) if wanted else []
+    run.targets = list(checked_targets(run.model, wanted)) if wanted else []
     if not run.resuming:
         for part in parts:
             part.prepare_base(run)
@@ -203,10 +235,45 @@ def prepare(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:
         run.shift.save(folder.start)
 
 
-def _checked_targets(base: nn.Module, wanted: Adapter) -> dict[str, nn.Module]:
+def check_fit(config: Config, task: Classification | CausalLM, rows: Rows, model: nn.Module) -> None:
+    """Raise ``ConfigError`` where this model cannot be trained on these rows as ``config`` says."""
+    if config.adapter:
+        checked_targets(model, config.adapter)
+    if config.batch_size // config.accumulate > len(rows.train):
+        raise ConfigError(f"batch_size={config.batch_size} exceeds the {len(rows.train)} training rows")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    longest = max(len(r["input_ids"]) for part in (rows.train, rows.validation, rows.test) for r in part)
+    if limit and longest > limit:
+        raise ConfigError(
+            f"a row has {longest} tokens and {config.model} reads at most {limit}: set max_length={limit}"
+        )
+    if isinstance(task, CausalLM) and not _reads_forward(model):
+        raise ConfigError(
+            f"{config.model} reads its texts in both directions: as a causal-lm it would see the answers; use task: "
+            "classification"
+        )
+
+
+@torch.no_grad()
+def _reads_forward(model: nn.Module) -> bool:
+    """Whether what a language model says after a token does not depend on the next one."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        return True
+    training = model.training
+    model.eval()
+    ids = torch.tensor([[3, 4], [3, 5]], device=device)
+    first, second = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
+    model.train(training)
+    return torch.allclose(first, second, rtol=1e-3, atol=1e-3)
+
+
+def checked_targets(base: nn.Module, wanted: Adapter) -> dict[str, nn.Module]:
+    """The layers an adapter goes on. Raises ``ConfigError`` for a rank above a layer's, ``TargetError`` for none."""
     targets = find_targets(base, wanted.targets, exclude=head_names(base))
     for name, module in targets.items():
-        limit = min(weight_matrix(module).shape)
+        weight: Any = base_layer(module).weight
+        limit = min(weight.shape[0], weight[0].numel())
         if wanted.r > limit:
             raise ConfigError(f"adapter.r={wanted.r} exceeds the smaller side of {name} ({limit}); lower r")
     return targets
@@ -269,6 +336,13 @@ def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
         raise DataError(
             f"{data.source} holds {len(table)} rows, too few for {data.validation} validation and {data.test} test rows"
         )
+    table = table.add_column("row", list(range(1, len(table) + 1)))
+    distinct = len(set(table["label"][:]))
+    if config.task == "classification" and distinct > len(table) / 2:
+        raise DataError(
+            f"column {columns['label']!r} holds {distinct} different values in {len(table)} rows: a classifier needs "
+            "labels that recur"
+        )
     closed = config.task == "classification" or len(set(table["label"][:])) <= _CLOSED
     splits = split_data(
         table,
@@ -292,8 +366,10 @@ def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
         task = CausalLM(names, tokenizer, config.max_length, config.prompt, config.system)
 
     def encode(part: Any) -> list[Row]:
-        targets = labels.encode(part["label"][:]) if labels else part["label"][:]
-        return task.encode(part["text"][:], targets)
+        numbers = part["row"][:]
+        targets = labels.encode(part["label"][:], numbers) if labels else part["label"][:]
+        encoded = task.encode(part["text"][:], targets)
+        return [row | {"row": number} for row, number in zip(encoded, numbers, strict=True)]
 
     return task, Rows(*(encode(p) for p in parts), labels=names)
 
@@ -439,16 +515,18 @@ def computes_in_bfloat16() -> bool:
     return bool(features.get("amx_bf16") or features.get("avx512_bf16"))
 
 
-def _require_extra() -> None:
+def _require_extra(report_to: Sequence[str]) -> None:
     from importlib.util import find_spec
 
+    if absent := [name for name in report_to if find_spec(name) is None]:
+        raise MissingExtra(f"report_to: {', '.join(absent)} is not installed: pip install {' '.join(absent)}")
     missing = [name for name in ("transformers", "peft", "accelerate", "datasets") if find_spec(name) is None]
     if missing:
         raise MissingExtra(f"subspan tune needs {', '.join(missing)}: pip install 'subspan[tune]'")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Libraries' own progress bars and advice off; warnings about real trouble stay."""
     import datasets
     from transformers.utils import logging
@@ -460,6 +538,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"(opacus|peft)\.")
             # A GGUF file has no config.json; peft looks for one to see whether the vocabulary was changed.
             warnings.filterwarnings("ignore", message="Could not find a config file")
             yield

@@ -75,7 +75,15 @@ def _outcome(config: Config, summary: Mapping[str, Any]) -> Section:
     blocks: list[Any] = [Table(columns, rows)]
     if "accuracy" in after:
         error = (after["accuracy"] * (1 - after["accuracy"]) / count) ** 0.5
-        blocks.append(Text(f"{count} rows that training never saw; standard error of the accuracy {error:.3f}."))
+        repeated = summary["facts"]["data"]["test_rows_also_in_train"]
+        unseen = "that training never saw" if not repeated else f"of which {repeated} stand word for word in training"
+        blocks.append(Text(f"{count} rows {unseen}; standard error of the accuracy {error:.3f}."))
+    blocks.append(
+        Text(
+            "loss: mean negative log-likelihood (natural logarithm) of a target, that is of a label, or of a token of "
+            "the answer with its end mark; a model that was never told the form of the answer begins high."
+        )
+    )
     return Section("Outcome", blocks)
 
 
@@ -105,8 +113,9 @@ def _privacy(summary: Mapping[str, Any]) -> list[Section]:
     if facts is None:
         return []
     words = (
-        "One training row, more or less, changes the law of the adapter by at most these epsilon and delta. They cover "
-        "the training rows only; choosing settings by looking at private rows would cost more."
+        "sigma: standard deviation of the noise over the clipping norm. One training row, more or less, changes the "
+        "law of the adapter by at most these epsilon and delta. They cover the training rows only; choosing settings "
+        "by looking at private rows would cost more."
     )
     if "twin" in summary:
         words += (
@@ -152,7 +161,10 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> Section:
         ]
         for row in layers
     ]
-    caption = "The update's Frobenius norm relative to the weight's, and its ranks."
+    caption = (
+        "The update's Frobenius norm relative to the weight's; effective rank: exp of the entropy of its singular "
+        "values, that is, how many directions share it; stable rank: squared Frobenius over squared spectral norm."
+    )
     return Section("Layer by layer", [Table(columns, table, caption)])
 
 
@@ -172,19 +184,37 @@ def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Se
     if config.task == "classification":
         wanted = classifier_class(source.path)
         home = "subspan.tune" if wanted is SentenceClassifier else home
-        kind, options = wanted.__name__, f"num_labels={len(summary['facts']['data']['labels'])}"
+        kind, options = wanted.__name__, f"id2label={dict(enumerate(summary['facts']['data']['labels']))!r}"
     if config.adapter is None:
-        code = f"from {home} import {kind}\n\nmodel = {kind}.from_pretrained({str(folder.model)!r})"
-        return Section("Load it again", [Text("The folder holds the whole model and its tokenizer."), Code(code)])
-    words = "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
-    if home == "subspan.tune":
-        words = "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
-    code = (
-        "from peft import PeftModel\n"
-        f"from {home} import {kind}\n"
-        "from subspan.data import model_source\n\n"
-        f"source = model_source({config.model!r})\n"
-        f"base = {kind}.from_pretrained(source.path, {options})\n"
-        f"model = PeftModel.from_pretrained(base, {str(folder.adapter)!r})"
-    )
+        words = "The folder holds the whole model and its tokenizer."
+        code = (
+            f"from transformers import AutoTokenizer\nfrom {home} import {kind}\n\n"
+            f"model = {kind}.from_pretrained({str(folder.model)!r})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({str(folder.model)!r})"
+        )
+    else:
+        words = (
+            "The adapter is an ordinary peft LoRA for the unmodified base model; subspan only locates the base here."
+        )
+        if home == "subspan.tune":
+            words = (
+                "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
+            )
+        words += " check_base raises if the base is not the one the adapter was made for."
+        code = (
+            "from peft import PeftModel\n"
+            "from transformers import AutoTokenizer\n"
+            f"from {home} import {kind}\n"
+            "from subspan.data import model_source\n"
+            "from subspan.surgery import check_base\n\n"
+            f"source = model_source({config.model!r})\n"
+            "tokenizer = AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)\n"
+            f"base = {kind}.from_pretrained(source.path, {options})\n"
+            f"check_base(base, {str(folder.adapter)!r})\n"
+            f"model = PeftModel.from_pretrained(base, {str(folder.adapter)!r})"
+        )
+    if config.task == "causal-lm":
+        words += (
+            f" It was trained on this user message, through the chat template where there is one: {config.prompt!r}"
+        )
     return Section("Load it again", [Text(words), Code(code)])

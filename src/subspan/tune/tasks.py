@@ -200,7 +200,10 @@ class CausalLM:
         return self._losses(*self._tail(model, batch))
 
     def score(self, model: nn.Module, batch: Batch) -> Scored:
-        """Losses, and whether the likeliest label given the prompt is the row's own."""
+        """Losses, and whether the likeliest label given the prompt is the row's own.
+
+        Labels are compared by their first token where that tells them apart, else by the likelihood of the whole label.
+        """
         logits, target = self._tail(model, batch)
         losses = self._losses(logits, target)
         if not self.labels:

@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
@@ -95,7 +98,10 @@ class TuneTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
         for part in self.parts:
             model.train()
-            loss = part.step(self.run, model, self._prepare_inputs(inputs))
+            try:
+                loss = part.step(self.run, model, self._prepare_inputs(inputs))
+            except NonFinite as error:
+                self._stop(str(error))
             if loss is not None:
                 return self._finite(loss)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -116,20 +122,21 @@ class TuneTrainer(Trainer):
             self._stop(f"the loss is {value}")
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
         if norm is not None and not math.isfinite(float(norm)):
             self._stop(f"the gradient norm is {float(norm)}")
         return norm
 
     def _stop(self, what: str) -> NoReturn:
         step, per_step = self.state.global_step, self.run.config.accumulate
-        rows = [i for batch in islice(self._order, step * per_step, (step + 1) * per_step) for i in batch]
+        drawn = [i for batch in islice(self._order, step * per_step, (step + 1) * per_step) for i in batch]
+        rows = ", ".join(str(self.run.train[i]["row"]) for i in drawn)
         last = latest_checkpoint(self.run.folder)
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         raise NonFinite(
-            f"{what} in step {step + 1} (training rows {', '.join(map(str, rows))}): training stops before the weights "
-            f"are touched; {kept}. Lower lr, or look at these rows"
+            f"{what} in step {step + 1} (rows {rows} of {self.run.config.data.source}): training stops before the "
+            f"weights are touched; {kept}. Look at these rows, or start over with a lower lr and --fresh"
         )
 
     # A checkpoint is written beside its place and renamed: a kill at any moment leaves the old ones whole.
@@ -148,12 +155,14 @@ class TuneTrainer(Trainer):
             if self.args.should_save:
                 for part in self.parts:
                     part.save(self._staging / name)
+                _settle(self._staging / name)
                 shutil.rmtree(home / name, ignore_errors=True)
                 (self._staging / name).rename(home / name)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             last = latest_checkpoint(self.run.folder)
+            free = shutil.disk_usage(self.run.folder).free / 2**20
             raise SubspanError(
-                f"could not write {name} ({error}); "
+                f"could not write {name} ({_first_line(error)}; {free:.0f} MiB are free on this disk); "
                 + (f"the last good one, {last}, is intact" if last else "there was none before")
             ) from error
         finally:
@@ -171,6 +180,20 @@ class TuneTrainer(Trainer):
                 part.load(Path(checkpoint))
 
 
+def _settle(folder: Path) -> None:
+    """Have the disk hold a folder's files before its rename makes them count."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     found = (folder / "checkpoints").glob("checkpoint-*")
     return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
@@ -178,8 +201,22 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run folder."""
-    found = _checkpoints(folder)
-    return found[-1] if found else None
+    return next((path for path in reversed(_checkpoints(folder)) if _readable(path)), None)
+
+
+def _readable(checkpoint: Path) -> bool:
+    """Whether every tensor file is whole: a power cut may leave one truncated behind a name that counts."""
+    try:
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):
+                pass
+        for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip() is not None:
+                    return False
+    except (OSError, SafetensorError, zipfile.BadZipFile):
+        return False
+    return True
 
 
 class Journal(TrainerCallback):

@@ -27,6 +27,7 @@ def noise(config: Config, rows: int) -> dict[str, Any]:
     wanted = config.privacy
     assert wanted is not None
     _check_rate(config.batch_size, rows)
+    _check_delta(wanted.delta, rows)
     rate = config.batch_size / rows
     sigma, accountant = noise_multiplier(wanted.epsilon, wanted.delta, rate, config.max_steps, wanted.accountant)
     return {"sigma": round(sigma, 4), "sample_rate": rate, "accountant": accountant}
@@ -36,6 +37,14 @@ def _check_rate(batch_size: int, rows: int) -> None:
     if batch_size > rows:
         raise DataError(
             f"batch_size={batch_size} exceeds the {rows} training rows; the sampling rate must be at most 1"
+        )
+
+
+def _check_delta(delta: float, rows: int) -> None:
+    if delta * rows >= 1:
+        raise DataError(
+            f"privacy.delta={delta:g} with {rows} training rows would allow a mechanism that publishes one row as it "
+            f"is; choose delta well below {1 / rows:.2g}"
         )
 
 
@@ -54,6 +63,7 @@ class PrivateSteps(Part):
 
         wanted, config = self.privacy, run.config
         _check_rate(config.batch_size, len(run.train))
+        _check_delta(wanted.delta, len(run.train))
         settings = PrismConfig(
             target_epsilon=wanted.epsilon,
             target_delta=wanted.delta,
