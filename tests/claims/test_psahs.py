@@ -91,9 +91,8 @@ def test_peers_that_are_only_reported_have_fewer_seeds() -> None:
 def test_class_connections_are_edges_per_pair_of_nodes() -> None:
     index = torch.tensor([[0, 1, 2], [1, 2, 0]])
     y = torch.tensor([0, 0, 1])
-    torch.testing.assert_close(
-        class_connections(index, y), torch.tensor([[1 / 4, 1 / 2], [1 / 2, 0]], dtype=torch.float64)
-    )
+    wanted = torch.tensor([[1 / 4, 1 / 2, 0], [1 / 2, 0, 0], [0, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(class_connections(index, y, 3), wanted)  # nobody is in class 2
 
 
 @pytest.mark.parametrize("make", [Asymmetric, Mixed, Rebuilt])

@@ -24,7 +24,8 @@ class _Reweighting(Alternation):
         if self.epoch >= self.schedule.epochs // 2 and self.epoch % self.schedule.rw_freq == 0:
             source, target = self.domains
             guess = self.target_logits().argmax(1)
-            ours, theirs = (class_connections(d.edges.index, y) for d, y in ((source, source.y), (target, guess)))
+            C = int(source.y.max()) + 1  # the guesses may leave a class out
+            ours, theirs = (class_connections(d.edges.index, y, C) for d, y in ((source, source.y), (target, guess)))
             ratio = torch.where(ours > 0, theirs / ours.clamp_min(1e-12), 1.0)
             sender, receiver = source.edges.index
             weight = 1 - self.share + self.share * ratio[source.y[sender], source.y[receiver]]
@@ -32,9 +33,8 @@ class _Reweighting(Alternation):
         super().step()
 
 
-def class_connections(index: Tensor, y: Tensor) -> Tensor:
-    """Edges between each two classes, per pair of nodes (0 where a class is empty)."""
-    C = int(y.max()) + 1
+def class_connections(index: Tensor, y: Tensor, C: int) -> Tensor:
+    """Edges between each two of C classes, per pair of nodes (0 where a class is empty)."""
     edges = torch.bincount(y[index[0]] * C + y[index[1]], minlength=C * C).reshape(C, C).double()
     size = torch.bincount(y, minlength=C).double()
     return edges / (size[:, None] * size).clamp_min(1.0)
