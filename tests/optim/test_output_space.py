@@ -377,7 +377,7 @@ def test_the_zero_one_form_takes_batches_keeps_tiny_gradients_and_half_precision
     (grad,) = torch.autograd.grad(errors.sum(), z)
     assert grad.isfinite().all()
     assert float(grad[0, 0]) < 0
-    assert float(errors[1]) >= 0
+    assert float(errors[1].detach()) >= 0
     assert expected_zero_one(z.detach().half(), torch.tensor([0, 0]), 2.0).dtype == torch.float32
     with pytest.raises(ValueError, match="sigma must be positive"):
         expected_zero_one(z, torch.tensor([0, 0]), 0.0)
@@ -1065,7 +1065,7 @@ def test_transformers_trainer_trains_on_the_error_rate(tmp_path):
     assert (model(ids).logits.argmax(1) == labels).float().mean() == 1.0
 
 
-@parametrize_with_checks([ZeroOneClassifier(hidden=(16,), epochs=10, batch_size=32, lr=2e-2, pairs=4, random_state=0)])
+@parametrize_with_checks([ZeroOneClassifier(hidden=(16,), epochs=6, batch_size=32, lr=3e-2, pairs=2, random_state=0)])
 def test_zero_one_classifier_is_an_estimator(estimator, check):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the network never predicts")

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from subspan.errors import ConfigError
-from subspan.tune import parse, tune
+from subspan.tune import load, parse, tune
 from subspan.tune.parts.objective import OutputObjective, imported
 
 
@@ -156,3 +157,10 @@ def test_a_name_alone_is_the_section_with_its_defaults(settings):
     objective = running(settings, "truncated").objective
     assert objective.loss == "truncated"
     assert (objective.pairs, objective.sigma, objective.warmup) == (16, 1.0, 0.05)
+
+
+def test_an_override_reaches_into_a_section_of_one_word(settings, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings("classification", objective="zero-one")))
+    objective = load(path, ["objective.pairs=4"]).objective
+    assert (objective.loss, objective.pairs) == ("zero-one", 4)

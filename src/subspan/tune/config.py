@@ -162,17 +162,11 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     report_to: list[Literal["tensorboard", "mlflow", "wandb"]] = []
 
-    @field_validator("privacy", mode="before")
+    @field_validator("privacy", "objective", mode="before")
     @classmethod
-    def _method_alone(cls, value: Any) -> Any:
-        """``privacy: prism`` is short for ``privacy: {method: prism}``."""
-        return {"method": value} if isinstance(value, str) else value
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _loss_alone(cls, value: Any) -> Any:
-        """``objective: zero-one`` is short for ``objective: {loss: zero-one}``."""
-        return {"loss": value} if isinstance(value, str) else value
+    def _one_word(cls, value: Any, info: Any) -> Any:
+        """``privacy: prism`` is short for ``privacy: {method: prism}``, ``objective: zero-one`` for its ``loss``."""
+        return {_SHORT[info.field_name]: value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _sensible(self) -> "Config":
@@ -317,13 +311,17 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--set {key}: {text!r} is not valid YAML; quote it") from None
 
 
+# Sections that may be written as one word, and the key that it stands for.
+_SHORT = {"privacy": "method", "objective": "loss"}
+
+
 def _assign(values: dict[str, Any], parts: list[str], value: Any, key: str) -> None:
     for part in parts[:-1]:
         inner = values.setdefault(part, {})
         if inner is None:
             inner = values[part] = {}
-        if part == "privacy" and isinstance(inner, str):
-            inner = values[part] = {"method": inner}
+        if part in _SHORT and isinstance(inner, str):
+            inner = values[part] = {_SHORT[part]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {key}: {part} is not a section")
         values = inner
