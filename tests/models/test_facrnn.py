@@ -428,6 +428,11 @@ def test_more_groups_than_there_are_and_other_alignments():
     assert report.assignment.tolist() == [2, 0]
     assert report.r2 == pytest.approx(1)
     assert align_groups(pred, truth, 1, 1).leak == 0.0
+    # both reference groups are best on the same estimated one, which only one of them gets
+    one_for_two = np.column_stack([truth[:, 0] + truth[:, 1], truth[:, 1] + 2 * simplex((60, 1), 2)[:, 0]])
+    crowded = align_groups(one_for_two, truth[:, :2], 2, 2)
+    assert crowded.scores.argmax(1).tolist() == [0, 0]
+    assert crowded.assignment.tolist() == [0, 1]
     shuffled = truth[:, [0, 2, 1, 3]]
     assert align_groups(shuffled, truth, 2, 2).r2 < 0.7
     assert best_partition(shuffled, truth, 2, [2, 2]).r2 == pytest.approx(1)
@@ -628,6 +633,15 @@ def test_the_estimator_gives_what_its_network_has(X):
     np.testing.assert_allclose(model.loss_curve_, parts["rec"] + parts["kl"] + 20 * parts["pc"], rtol=1e-5)
     assert list(model.get_feature_names_out()) == [f"facrnn{k}" for k in range(4)]
     assert model.groups_ == ((0,), (1, 2, 3))
+
+
+def test_what_is_generated_has_the_latents_it_was_generated_with(X):
+    model = fit(X, lags=2, kernel=[0.3, 0.7])
+    x0 = torch.from_numpy(3 * X[:2]).float()
+    x, z = model.network_.simulate(x0, 5)
+    np.testing.assert_allclose(model.transform(torch.cat([x0, x]).numpy())[2:], z, atol=1e-5)
+    _, noisy = model.network_.simulate(x0, 5, noise=True, generator=torch.Generator().manual_seed(0))
+    assert not np.allclose(noisy, z, atol=0.1)
 
 
 def test_the_random_state_decides(X):
@@ -874,6 +888,7 @@ def test_readouts_keep_the_network(X):
     np.testing.assert_allclose(ica.sub_connectivities(((0, 1), (2, 3))).sum(0), model.connectivity_, atol=1e-5)
     z = ica.latents(u)
     np.testing.assert_allclose(np.cov(z.T, ddof=0), np.eye(4), atol=1e-2)
+    np.testing.assert_allclose(z.mean(0), 0, atol=1e-6)
     assert align_groups(z, model.transform(X), 1, 1).r2 == pytest.approx(1, abs=1e-6)
     mask = np.zeros(X.shape, dtype=bool)
     mask[::2] = True
