@@ -9,6 +9,7 @@ import threading
 import warnings
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -230,9 +231,14 @@ def test_t12_the_bias_of_a_smooth_loss_falls_with_sigma_squared():
         """d/dz_1 of E cross-entropy at margin 0.7: the margin m + sigma sqrt 2 t; softplus' = sigmoid."""
         return quad(lambda t: norm.pdf(t) / (1 + math.exp(0.7 + sigma * 2**0.5 * t)), -12, 12)[0]
 
-    bias = [grad(s) - 1 / (1 + math.exp(0.7)) for s in (0.25, 0.5, 1.0)]
-    assert bias[1] / bias[0] == pytest.approx(3.5, abs=0.1) or bias[2] / bias[1] < 4
-    assert abs(bias[0]) == pytest.approx(0.004434, abs=2e-3)
+    bias = [grad(s) - 1 / (1 + math.exp(0.7)) for s in (0.125, 0.25, 0.5, 1.0)]
+    assert bias[1:] == pytest.approx([0.004434, 0.015576, 0.043360], abs=1e-6)
+    ratios = [after / before for before, after in pairwise(bias)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] == pytest.approx(4.0, abs=0.15)
+    # sigma^2 / 2 times the gradient of the Laplacian, p (1 - p) (1 - 2 p) for each of two logits.
+    p = 1 / (1 + math.exp(0.7))
+    assert bias[0] == pytest.approx(0.125**2 * p * (1 - p) * (1 - 2 * p), rel=0.05)
     z = torch.tensor([0.7, 0.0], dtype=torch.float64)
     estimate = repeated(z, partial(cross, target=0), sigma=1.0)
     close(estimate[:, 1:], torch.tensor([grad(1.0)], dtype=torch.float64))

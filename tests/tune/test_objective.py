@@ -17,31 +17,20 @@ def running(settings, objective, **changes):
     return parse(built)
 
 
-def test_accuracy_is_trained_directly(settings, tmp_path):
+def test_accuracy_is_trained_after_a_start_with_cross_entropy(settings, tmp_path):
     options = {"loss": "zero-one", "warmup": 0.3, "sigma": "relative:1.0", "pairs": 32}
-    summary = tune(running(settings, options, max_steps=60, evaluate_every=None, checkpoint_every=60))
-    assert summary["after"]["accuracy"] > 0.8
-    assert summary["before"]["accuracy"] < 0.7
+    summary = tune(running(settings, options, max_steps=40, evaluate_every=None, checkpoint_every=40))
+    assert summary["after"]["accuracy"] > summary["before"]["accuracy"] + 0.2
     facts = summary["facts"]["objective"]
     assert facts["evaluations_a_step"] == 64
     assert facts["labels_never_predicted"] == []
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert all(round(64 * 8 * loss, 4).is_integer() for loss in losses[18:])  # shares of wrong rows, no nats
-    assert not round(64 * 8 * losses[0], 4).is_integer()
+    # Noisy copies of rows are right or wrong: their mean is a share of 64 x 8, a cross-entropy in nats is none.
+    shares = [abs(64 * 8 * loss - round(64 * 8 * loss)) < 1e-3 for loss in losses]
+    assert shares == [False] * 12 + [True] * 28
     assert any("sigma" in line for line in lines)
     assert "evaluations a step" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_the_first_steps_are_those_of_cross_entropy(settings, tmp_path):
-    ends = []
-    for name, objective in (("plain", None), ("warm", {"loss": "zero-one", "warmup": 0.5})):
-        config = running(settings, objective, output=str(tmp_path / name), evaluate_every=None)
-        tune(config)
-        ends.append([json.loads(x) for x in (tmp_path / name / "metrics.jsonl").open()])
-    plain, warm = ([r["loss"] for r in lines if "loss" in r] for lines in ends)
-    assert plain[:3] == warm[:3]
-    assert plain[3] != warm[3]
 
 
 MODULE = """
@@ -73,9 +62,9 @@ def test_a_function_of_the_user_scores_rows_or_batches(settings, tmp_path, monke
 
     monkeypatch.setattr(OutputObjective, "_criterion", watched)
     options = {"loss": f"python:my_objectives.{function}", "warmup": 0.0, "pairs": 4}
-    summary = tune(running(settings, options, accumulate=2, evaluate_every=None))
+    summary = tune(running(settings, options, accumulate=2, evaluate_every=None, max_steps=2))
     assert seen[0].spec.credit == credit
-    assert seen[0].step == 12  # micro-batches
+    assert seen[0].step == 4  # micro-batches
     assert summary["facts"]["objective"]["evaluations_a_step"] == 16
 
 
