@@ -113,6 +113,7 @@ def test_a_run_that_needs_more_than_the_bound_fails_it() -> None:
     assert [i for i, v in enumerate(verdicts) if not v.holds] == [5]
 
 
+@pytest.mark.slow
 def test_the_smoke_form_runs(tmp_path) -> None:
     few = [cell for cell in CLAIM.cells(True) if cell.name != "learning, scot, 1 layers"]
     outcome = run_claim(

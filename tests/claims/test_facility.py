@@ -88,6 +88,7 @@ def test_the_worst_state_of_any_seed_decides_the_guarantee() -> None:
     assert verdict.measured == 3.5
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path) -> None:
     outcome = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert outcome["slug"] == "facility"

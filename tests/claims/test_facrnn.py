@@ -56,6 +56,7 @@ def test_each_statement_fails_alone_on_worse_numbers(index, change):
     assert [i for i, v in enumerate(verdicts) if not v.holds] == [index]
 
 
+@pytest.mark.slow
 def test_the_smoke_run_has_every_method(tmp_path):
     report = run_claim(CLAIM, smoke=True, jobs=1, folder=tmp_path, progress=False)
     assert report["smoke"]

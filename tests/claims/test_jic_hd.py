@@ -65,6 +65,7 @@ def test_statements_fail_on_worse_numbers(index, change):
     assert [i for i, v in enumerate(verdicts) if not v.holds] == index
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path):
     outcome = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert outcome["smoke"] is True

@@ -62,6 +62,7 @@ def test_masses_may_hurt_in_one_seed_of_three() -> None:
     assert verdict.measured == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path) -> None:
     outcome = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert outcome["smoke"] is True

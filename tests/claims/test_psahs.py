@@ -65,6 +65,7 @@ def test_a_mean_below_zero_passes_within_one_standard_error() -> None:
     assert verdict.measured == pytest.approx(-0.01 + 0.1 * math.sqrt(10 / 9) / math.sqrt(10))
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path) -> None:
     outcome = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert outcome["smoke"] is True
