@@ -96,7 +96,7 @@ def test_splits_are_disjoint_and_the_shifted_domain_is_new():
     task = Adaptation(3, "right", epochs=3)
     assert [len(part[1]) for part in (task.train, task.validation, task.test)] == [1000, 300, 497]
     scores = task.scores(task.base)
-    x, y = task.test
+    x, _ = task.test
     assert x.min() >= 0.2 - 1e-6  # brightness 0.2 on black
     assert scores["test_accuracy"] < 0.8
     before = [p.clone() for p in task.base.parameters()]

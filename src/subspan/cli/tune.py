@@ -66,7 +66,7 @@ def tune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, dotted; may be repeated.")
     ] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Sets max_steps: a run of this many steps, with its own schedule.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Sets max_steps, the length of the run.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and steps; train nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing a run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
