@@ -18,7 +18,7 @@ from subspan.claims.ovlr import (
     PAIRS,
     Labels,
     WeightNoise,
-    f1_shortfall,
+    f_shortfall,
     mean_of,
     misses,
     network,
@@ -37,7 +37,8 @@ GOOD = {
     "bad_start": 0.7,
     "bp_bad_start": 16.0,
     "centred": 0.6,
-    "f1": 0.82,
+    "F1": 0.82,
+    "F2": 0.84,
     "hits": 0.9,
 }
 
@@ -69,8 +70,9 @@ def results(**changes: float) -> Results:
             (CAPPED_BP, 0.0, 0.6),
         ):
             rows.append(Row(method, {"task": "outliers", "shift": shift}, "test_mse", seed, v))
-        for method, v in (("CE", 0.8), ("F1 by OVLR", value["f1"])):
-            rows.append(Row(method, {"task": "F1"}, "test_f1", seed, v))
+        for name in ("F1", "F2"):
+            for method, v in (("CE", 0.8), (f"{name} by OVLR", value[name])):
+                rows.append(Row(method, {"task": name}, f"test_{name}", seed, v))
         for method, v in (("before", 0.1), ("OVLR", value["hits"]), ("REINFORCE", 0.85), ("ES on the weights", 0.3)):
             rows.append(Row(method, {"task": "throws"}, "hit_rate", seed, v))
     return Results(rows)
@@ -99,7 +101,8 @@ def test_all_statements_hold_on_good_results():
         ({"bad_start": 1.1}, 1),
         ({"bp_bad_start": 9.0}, 1),
         ({"centred": 0.7}, 1),
-        ({"f1": 0.79}, 1),
+        ({"F1": 0.79}, 1),
+        ({"F2": 0.805}, 1),
         ({"hits": 0.83}, 1),
         ({"hits": 0.2}, 3),
     ],
@@ -114,7 +117,14 @@ def test_smoke_form_runs_the_whole_path(tmp_path):
     assert out["smoke"] is True
     methods = {row["method"] for row in out["rows"]}
     assert {"CE", "GCE", "MAE", "Huber", "MSE", OVLR_WARM, CAPPED_OVLR, "CE, threshold tuned", "REINFORCE"} <= methods
-    assert {r["metric"] for r in out["rows"]} == {"cosine", "test_accuracy", "test_mse", "test_f1", "hit_rate"}
+    assert {r["metric"] for r in out["rows"]} == {
+        "cosine",
+        "test_accuracy",
+        "test_mse",
+        "test_F1",
+        "test_F2",
+        "hit_rate",
+    }
 
 
 def test_labels_are_moved_in_the_training_part_only():
@@ -141,13 +151,14 @@ def test_weight_noise_estimates_the_gradient():
         torch.testing.assert_close(g, t, atol=0.1 * float(t.norm()), rtol=0)
 
 
-def test_f1_is_scikit_learn_s():
-    from sklearn.metrics import f1_score
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_f_is_scikit_learn_s(beta):
+    from sklearn.metrics import fbeta_score
 
     rng = np.random.default_rng(0)
     out, y = rng.normal(size=(3, 30, 1)), rng.integers(0, 2, 30)
-    wanted = [1 - f1_score(y, o[:, 0] > 0) for o in out]
-    assert f1_shortfall(out, y) == pytest.approx(wanted)
+    wanted = [1 - fbeta_score(y, o[:, 0] > 0, beta=beta) for o in out]
+    assert f_shortfall(out, y, beta) == pytest.approx(wanted)
 
 
 def test_a_throw_hits_where_it_lands_and_not_through_a_wall():
