@@ -74,7 +74,10 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         encoder_std: "scott" (n_ref^(-1 / (K + 4))), a number, or "learned" (one for each coordinate, from there).
         n_ref: of Scott's rule; the number of bins that count by default.
         min_std: floor of a channel's deviation (gaussian), in the units of X.
-        epochs, batch_size, lr, weight_decay: of AdamW.
+        epochs: passes over the trials.
+        batch_size: trials a step.
+        lr: of AdamW.
+        weight_decay: of AdamW.
         warmup: epochs over which beta rises from 0.
         n_restarts: networks trained at once from different starts; the one with the smallest training loss is kept.
         checkpoint: a file, written every 100 epochs and at the end, from which a fit goes on where it exists.

@@ -51,7 +51,9 @@ class LRSABlock(nn.Module):
         point: "ffn" treats every point alone; "conv" convolves on a grid.
         ffn_ratio: hidden width of all feed-forward parts over d.
         gated: gated feed-forward parts (not on a grid).
-        qk_norm, latent_attention, rotary: see ``LRSAAttention``.
+        qk_norm: see ``LRSAAttention``.
+        latent_attention: see ``LRSAAttention``.
+        rotary: see ``LRSAAttention``.
         norm: "rms" or "layer".
         mixer: a module to mix with in place of ``LRSAAttention``, which the options of the mixer then do not reach.
         depth: index of the block from 0, for the initial size of what it writes.
@@ -166,8 +168,15 @@ class LRSAOperator(nn.Module):
         out_channels: channels of the output.
         d: width.
         layers: number of blocks.
-        heads, latents, point, ffn_ratio, gated, qk_norm, norm, latent_attention, rotary: see ``LRSABlock``. Double
-            ``latents`` until the validation error moves by less than 2 %.
+        heads: see ``LRSABlock``, as for the next eight.
+        latents: latent tokens; double them until the validation error moves by less than 2 %.
+        point: see ``LRSABlock``.
+        ffn_ratio: see ``LRSABlock``.
+        gated: see ``LRSABlock``.
+        qk_norm: see ``LRSABlock``.
+        norm: see ``LRSABlock``.
+        latent_attention: see ``LRSABlock``.
+        rotary: see ``LRSABlock``.
         pos_freqs: frequencies per axis of the position embedding.
         pos_exp: exponents of the lowest and the highest frequency, pi 2^e.
         pos_include: whether the embedding holds the coordinates themselves.

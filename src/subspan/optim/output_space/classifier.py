@@ -29,8 +29,12 @@ class ZeroOneClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         hidden: widths of the hidden layers (ReLU between).
-        epochs, batch_size, lr, weight_decay: of AdamW; batches are shuffled.
-        sigma, pairs: of the noise on the logits, see ``OutputSpaceLoss``.
+        epochs: passes over the data.
+        batch_size: rows a step; batches are shuffled.
+        lr: of AdamW.
+        weight_decay: of AdamW.
+        sigma: scale of the noise on the logits, see ``OutputSpaceLoss``.
+        pairs: antithetic pairs of noise, see ``OutputSpaceLoss``.
         warmup_loss: "ce" (cross-entropy) or any differentiable ``loss(logits, y) -> scalar``.
         warmup_frac: share of the steps trained on it, in [0, 1].
         module: called with (features, classes), makes another network than the default one.

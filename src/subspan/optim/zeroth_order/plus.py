@@ -26,7 +26,8 @@ class LOZOPlus(LOZO):
     A period costs 2 (candidates + carried) probes + 1 + 2 interval queries.
 
     Args:
-        params, lr, interval, momentum, scaling: see ``LOZO``.
+        params: see ``LOZO``.
+        lr: see ``LOZO``.
         max_rank: most directions kept.
         candidates: fresh directions in each pool.
         threshold: kept are scores of at least threshold times the pool's mean; 0 keeps the best ``max_rank``.
@@ -46,6 +47,9 @@ class LOZOPlus(LOZO):
         layerwise: score each matrix's directions by themselves; costs as many times more probes.
         curvature_cap: g bounds lr by g / (mean curvature of the kept probes).
         clip_c: bounds |c| by this multiple of its running root mean square.
+        interval: steps of a period.
+        momentum: see ``LOZO``.
+        scaling: see ``LOZO``.
         common: ``Common``. A probe with NaN or infinity only drops its candidate, whatever ``on_nonfinite`` says.
     """
 

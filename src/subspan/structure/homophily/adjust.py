@@ -201,7 +201,8 @@ def adjust_homophily(
         on_shortage: when a class has too few candidates, keep alpha ("official") or solve for the one that reaches h0.
         compat: ``"official"`` counts new edges as the released code does: truncated, and from all neighbours, known or
             not. h0 is then missed.
-        seed, round: name the draw. A node's draw depends on them and on its index, on nothing else.
+        seed: names the draw, with ``round``: a node's draw depends on them and on its index, on nothing else.
+        round: number of the refinement.
         dtype: of the weights returned; they are computed in float64.
 
     Raises:
@@ -262,7 +263,9 @@ class HomophilyAdjust:
 
     Args:
         target: the prescribed homophily.
-        candidates, on_shortage, compat: as in :func:`adjust_homophily`.
+        candidates: as in :func:`adjust_homophily`.
+        on_shortage: as in :func:`adjust_homophily`.
+        compat: as in :func:`adjust_homophily`.
         self_loops: give every node an edge to itself first; it counts as a neighbour of equal label.
         seed: of the random candidates; None draws one from torch's generator at each call.
 

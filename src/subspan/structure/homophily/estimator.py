@@ -45,7 +45,8 @@ class PSAHS(BaseEstimator):
     The target's labels are never read, except for ``selection="target_val"``.
 
     Args:
-        hidden, layers: width, also of its output, and depth of the encoder, a :class:`DirGCN`.
+        hidden: width of the encoder, a :class:`DirGCN`, and of its output.
+        layers: depth of the encoder.
         h0: the prescribed homophily, in (0, 1).
         rw_freq: epochs between adjustments of the target.
         lambda_max: strength of the alignment; 0 leaves it out. The paper's code has 1, which was worse wherever we
@@ -55,12 +56,14 @@ class PSAHS(BaseEstimator):
         selection: which parameters to keep: the ``"last"``, or those with the best score of ``"source_val"``,
             ``"agreement"`` (of GNN and MLP, plus source_val) or ``"target_val"``, which needs labels of the target
             (``val_mask`` and ``y``) and warns that the result is then not unsupervised.
-        epochs, lr: of Adam; the rate falls by a fifth every 50 epochs.
+        epochs: steps on both whole graphs.
+        lr: of Adam; it falls by a fifth every 50 epochs.
         encoder: any module called with (x, edge_index, edge_weight), instead of the :class:`DirGCN`; it is copied.
         mlp: a fitted module from attributes to logits, instead of the one fitted first; it is copied and frozen.
         sides: which graphs are adjusted.
         start_epoch: first epoch with pseudo-labels.
-        candidates, on_shortage: see :func:`adjust_homophily`.
+        candidates: see :func:`adjust_homophily`.
+        on_shortage: see :func:`adjust_homophily`.
         self_loops: give every node an edge to itself; it counts as a neighbour of equal label.
         preset: ``"official"`` does what the released code does where it differs: lambda_max = 1, and its count of new
             edges. Then ``lambda_max`` is not looked at.
@@ -369,7 +372,9 @@ def homophily_report(source: Any, target: Any, *, mlp: nn.Module | None = None, 
     Fits a GNN on the source as it is, without adjustment and alignment.
 
     Args:
-        source, target, mlp: as for :class:`PSAHS`.
+        source: as for :class:`PSAHS`.
+        target: as for :class:`PSAHS`.
+        mlp: as for :class:`PSAHS`.
         options: further parameters of :class:`PSAHS`, for example ``epochs`` or ``h0``.
 
     Raises:
