@@ -163,11 +163,7 @@ def run(
     """``output_gradient``, and how the loss was called in the end."""
     z, lead, event = prepared(output, spec.event_dims)
     check_sigma(sigma, z)
-    basis = None if spec.basis is None else check_basis(spec.basis.to(z.device), lead, event)
-    if basis is not None and basis.is_floating_point():
-        basis = basis.to(z.dtype)
-        if isinstance(sigma, Tensor) and sigma.numel() > 1:
-            raise ValueError("a basis takes one sigma for all coordinates; got a tensor of several")
+    basis = _checked_basis(spec, sigma, z, lead, event)
     count = spec.pairs * (1 if spec.estimator in MIRRORED else 2) if noise is None else len(noise)
     if noise is not None and (noise.shape[1:] != z.shape or count < 1):
         raise ValueError(f"noise must have the shape (M, {', '.join(map(str, z.shape))}), got {tuple(noise.shape)}")
@@ -181,14 +177,12 @@ def run(
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         scorer = Scorer.of(loss, target, lead, event, spec.credit, spec.vectorized, spec.as_numpy)
         if scorer.how == "auto":
-            probe = torch.Generator(z.device)
-            probe.set_state((generator or _default(z.device)).get_state())
-            direction = torch.randn(z.shape, generator=probe, device=z.device, dtype=z.dtype)
-            scorer = scorer.settled(torch.stack([z, z + sigma * direction]))
+            scorer = scorer.settled(torch.stack([z, perturbed(z, _probe(z, generator), sigma, 1)]))
         if scorer.seed is not None:
             seed = int(torch.randint(2**62, (), generator=generator, device=z.device))
             scorer = replace(scorer, seed=seed)
-        source = noise if noise is not None else Draws(z, event, count, law_of(spec), generator, basis)
+        law = MIRRORED.get(spec.estimator, "gaussian")
+        source = noise if noise is not None else Draws(z, event, count, law, generator, basis)
         size = spec.chunk or max(1, _PIECE // z.numel())
         sums = _Sums(z, sigma, spec, mask, stderr)
         for first, eps in _pieces(source, count, size, z):
@@ -196,12 +190,23 @@ def run(
         return sums.finish(count), scorer.how
 
 
-def law_of(spec: Spec) -> Law:
-    return MIRRORED.get(spec.estimator, "gaussian")
+def _checked_basis(spec: Spec, sigma: float | Tensor, z: Tensor, lead: tuple[int, ...], event: int) -> Tensor | None:
+    if spec.basis is None:
+        return None
+    basis = check_basis(spec.basis.to(z.device), lead, event)
+    if not basis.is_floating_point():
+        return basis
+    if isinstance(sigma, Tensor) and sigma.numel() > 1:
+        raise ValueError("a basis takes one sigma for all coordinates; got a tensor of several")
+    return basis.to(z.dtype)
 
 
-def _default(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.Generator(device).manual_seed(0)
+def _probe(z: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A direction to try the loss along; the generator, of which it is drawn from a copy, stays where it is."""
+    probe = torch.Generator(z.device)
+    if generator is not None:
+        probe.set_state(generator.get_state())
+    return torch.randn(z.shape, generator=probe, device=z.device, dtype=z.dtype)
 
 
 def _pieces(source: Tensor | Draws, count: int, size: int, z: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -224,13 +229,20 @@ def prepared(output: Tensor, event_dims: int) -> tuple[Tensor, tuple[int, ...], 
 def check_sigma(sigma: float | Tensor, z: Tensor) -> None:
     """Positive, finite, and no wider than the output."""
     if isinstance(sigma, Tensor):
-        if torch.broadcast_shapes(sigma.shape, z.shape) != z.shape:
+        if not _fits(sigma, z):
             raise ValueError(f"sigma of shape {tuple(sigma.shape)} does not broadcast to outputs {tuple(z.shape)}")
         fine = bool(((sigma > 0) & sigma.isfinite()).all())
     else:
         fine = 0 < sigma < math.inf
     if not fine:
         raise ValueError(f"sigma must be positive and finite, got {sigma}")
+
+
+def _fits(sigma: Tensor, z: Tensor) -> bool:
+    try:
+        return torch.broadcast_shapes(sigma.shape, z.shape) == z.shape
+    except RuntimeError:
+        return False
 
 
 def perturbed(z: Tensor, eps: Tensor, sigma: float | Tensor, sign: int) -> Tensor:
