@@ -430,7 +430,7 @@ def test_resuming_on_other_rows_is_refused(settings, table, tmp_path, monkeypatc
     config = parse(settings(data={"source": str(path)}))
     stopped_at(4, config, monkeypatch)
     path.write_text(table.read_text().replace(",good", ",bad", 1))
-    with pytest.raises(ConfigError, match=r"the rows are no longer what the run in .* began with"):
+    with pytest.raises(ConfigError, match=r"the rows of .* are no longer those the run in .* began with"):
         tune(config)
     path.write_text(table.read_text())
     assert tune(config)["steps"] == 6
@@ -534,12 +534,13 @@ def test_a_full_disk_while_saving_leaves_the_old_checkpoint_whole(settings, tmp_
     assert tune(config)["steps"] == 6
 
 
-def test_resuming_on_an_edited_base_is_refused(settings, causal, tmp_path, monkeypatch):
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_resuming_on_an_edited_base_is_refused(settings, causal, tmp_path, monkeypatch, init):
     import shutil
 
     model = tmp_path / "model"
     shutil.copytree(causal, model)
-    config = parse(settings(init="pissa", model=str(model)))
+    config = parse(settings(init=init, model=str(model)))
     from subspan.tune.trainer import TuneTrainer
 
     monkeypatch.setattr(TuneTrainer, "train", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -550,5 +551,5 @@ def test_resuming_on_an_edited_base_is_refused(settings, causal, tmp_path, monke
     from safetensors.torch import save_file
 
     save_file({k: v * 1.01 for k, v in weights.items()}, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BaseMismatch, match="not those this adapter was started from"):
+    with pytest.raises(BaseMismatch, match="are not those the run in"):
         tune(config)

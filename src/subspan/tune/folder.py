@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from subspan.errors import ConfigError
+from subspan.errors import BaseMismatch, ConfigError
 from subspan.files import write_json, write_text
 from subspan.tune.config import Config, dump, load
 
@@ -78,22 +78,26 @@ class RunFolder:
             )
         return True
 
-    def open(self, config: Config, fresh: bool, **digests: str) -> None:
-        """Make the folder this run's own, now that its data and model are known to be usable.
+    def open(self, config: Config, fresh: bool, rows: str, base: str) -> None:
+        """Make the folder this run's own, now that its rows and base model (digests) are known to be usable.
 
-        Raises ``ConfigError`` when the run began with other rows or another base model.
+        Raises ``ConfigError`` or ``BaseMismatch`` when the run began with other rows or another base model.
         """
         if fresh:
             self._clear()
         if not self.config.exists():
             write_text(self.config, dump(config))
         if not self.identity.exists():
-            write_json(self.identity, digests)
+            write_json(self.identity, {"rows": rows, "base": base})
         began = json.loads(self.identity.read_text(encoding="utf-8"))
-        changed = [what for what in digests if began.get(what) != digests[what]]
-        if changed:
+        if began["rows"] != rows:
             raise ConfigError(
-                f"the {' and the '.join(changed)} are no longer what the run in {self.path} began with; restore them, "
+                f"the rows of {config.data.source} are no longer those the run in {self.path} began with; restore the "
+                "file, or start over with --fresh"
+            )
+        if began["base"] != base:
+            raise BaseMismatch(
+                f"the weights of {config.model} are not those the run in {self.path} began with; load the original base, "
                 "or start over with --fresh"
             )
 

@@ -152,7 +152,7 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
     model = load_model(config, rows.labels).to(processes.device)
     check_fit(config, task, rows, model)
     if processes.is_main_process:
-        folder.open(config, fresh, rows=rows.digest(), **{"base model": base_fingerprint(model)})
+        folder.open(config, fresh, rows.digest(), base_fingerprint(model))
     processes.wait_for_everyone()
     if full := sum(len(r["input_ids"]) >= config.max_length for r in rows.train):
         display.say(
