@@ -111,6 +111,7 @@ def test_each_statement_can_fail(changes, count):
     assert len(failing(**changes)) == count
 
 
+@pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path):
     small = dataclasses.replace(CLAIM, seeds=(0,))
     out = run_claim(small, smoke=True, folder=tmp_path)

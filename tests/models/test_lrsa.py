@@ -568,6 +568,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_without_the_shape_checker_it_compiles_in_one_graph_for_any_number_of_points_exports_and_refuses() -> None:
     # a process of its own: the checker that this test run installs would break the graph and catch the wrong words
     ran = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)

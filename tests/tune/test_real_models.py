@@ -71,6 +71,7 @@ def test_smollm2_reloads_in_plain_peft_with_identical_logits(tmp_path):
     assert score(task, model, rows.test, 4, Silent())["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 @needs("minilm", "reviews")
 def test_minilm_trains_privately_and_states_its_budget(tmp_path):
     config = parse(

@@ -97,8 +97,8 @@ class RunFolder:
             )
         if began["base"] != base:
             raise BaseMismatch(
-                f"the weights of {config.model} are not those the run in {self.path} began with; load the original base, "
-                "or start over with --fresh"
+                f"the weights of {config.model} are not those the run in {self.path} began with; load the original "
+                "base, or start over with --fresh"
             )
 
     def _recorded(self) -> Config | None:
