@@ -27,9 +27,9 @@ CONTENTS = {
     "a.tsv": TSV.encode(),
     "a.jsonl": JSONL.encode() + b"\n",
     "a.json": json.dumps(ROWS).encode(),
-    "a.csv.gz": gzip.compress(CSV.encode()),
+    "a.csv.gz": gzip.compress(CSV.encode(), mtime=0),
     "a.csv.bz2": bz2.compress(CSV.encode()),
-    "a.jsonl.gz": gzip.compress(JSONL.encode()),
+    "a.jsonl.gz": gzip.compress(JSONL.encode(), mtime=0),
 }
 
 
@@ -64,7 +64,7 @@ def test_rows_of_json_may_lack_a_column(tmp_path):
         ("a.csv", "text,text\na,b\n", "names a column twice: text, text"),
         ("a.csv", b"text,label\n\xff\xfe,a\n", "not UTF-8 text: .* at byte 11"),
         ("a.csv.gz", "text,label\na,b\n", "cannot be read: Not a gzipped file"),
-        ("a.csv.gz", gzip.compress(CSV.encode())[:-9], "cannot be read"),
+        ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-9], "cannot be read"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is not a JSON object but list"),
         ("a.jsonl", '{"a": 1}\n{"a": "x"}\n', "mixes types within a column"),
