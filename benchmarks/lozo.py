@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    speed(7 if quick else 25)
+    speed(3 if quick else 25)
     queries(1 if quick else 5)
     memory()
     against_adam()
