@@ -35,3 +35,8 @@ class NonFinite(SubspanError):
 
 class PrivacyError(SubspanError):
     """A privacy guarantee cannot be given as asked."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, without the pages some add."""
+    return str(error).strip().split("\n")[0]

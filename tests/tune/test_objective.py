@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from subspan.errors import ConfigError
 from subspan.tune import load, parse, tune
 from subspan.tune.parts.objective import OutputObjective, imported
+from tests.tune.stops import stopped_at
 
 
 def running(settings, objective, **changes):
@@ -88,20 +89,7 @@ def test_a_stopped_run_resumes_to_bit_equal_weights(settings, tmp_path, monkeypa
         return running(settings, options, output=str(tmp_path / name))
 
     first = tune(build("whole"))
-    from subspan.tune.trainer import TuneTrainer
-
-    original, calls = TuneTrainer.training_step, []
-
-    def dying(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(TuneTrainer, "training_step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        tune(build("cut"))
-    monkeypatch.setattr(TuneTrainer, "training_step", original)
+    stopped_at(6, build("cut"), monkeypatch)
     second = tune(build("cut"))
     one, two = (load_file(tmp_path / n / "adapter" / "adapter_model.safetensors") for n in ("whole", "cut"))
     assert all(torch.equal(one[k], two[k]) for k in one)

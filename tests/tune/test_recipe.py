@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from subspan.errors import BaseMismatch, ConfigError, DataError, NonFinite, SubspanError, TargetError
 from subspan.tune import parse, plan, tune
-from subspan.tune.recipe import Silent, load_model, load_task
+from subspan.tune.loading import load_model, load_task
+from subspan.tune.recipe import Silent
+from tests.tune.stops import stopped_at
 
 
 def adapter(folder):
@@ -404,24 +406,6 @@ def test_a_finished_run_says_so_and_a_lost_adapter_is_missed(settings, tmp_path)
     shutil.rmtree(tmp_path / "run" / "adapter")
     with pytest.raises(ConfigError, match="adapter is gone"):
         tune(parse(settings()))
-
-
-def stopped_at(step, config, monkeypatch):
-    """Run until the given step begins, and leave it there."""
-    from subspan.tune.trainer import TuneTrainer
-
-    original, calls = TuneTrainer.training_step, []
-
-    def dying(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == step:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(TuneTrainer, "training_step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        tune(config)
-    monkeypatch.setattr(TuneTrainer, "training_step", original)
 
 
 def test_resuming_on_other_rows_is_refused(settings, table, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subspan.tune.config import Config
-from subspan.tune.recipe import load_model, load_task
+from subspan.tune.loading import load_model, load_task
 from subspan.tune.tasks import by_length, trimmed
 
 

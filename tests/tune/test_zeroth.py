@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from subspan.errors import ConfigError, NonFinite
 from subspan.tune import parse, plan, tune
 from subspan.tune.sentence import SentenceClassifier
+from tests.tune.stops import stopped_at
 
 FAST = {"interval": 2, "candidates": 2, "rank": 1}
 
@@ -74,20 +75,7 @@ def test_a_stopped_run_resumes_to_bit_equal_weights_and_as_many_queries(settings
         return parse(built if adapter else built | {"adapter": None})
 
     first = tune(build("whole"))
-    from subspan.tune.trainer import TuneTrainer
-
-    original, calls = TuneTrainer.training_step, []
-
-    def dying(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 6:  # in the middle of a period, past the checkpoint of step 4
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(TuneTrainer, "training_step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        tune(build("cut"))
-    monkeypatch.setattr(TuneTrainer, "training_step", original)
+    stopped_at(6, build("cut"), monkeypatch)  # in the middle of a period, past the checkpoint of step 4
     second = tune(build("cut"))
     file = "adapter/adapter_model.safetensors" if adapter else "model/model.safetensors"
     one, two = load_file(tmp_path / "whole" / file), load_file(tmp_path / "cut" / file)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from subspan.data.assets import PREFIX, asset_path, find_asset
-from subspan.errors import DataError, MissingExtra
+from subspan.errors import DataError, MissingExtra, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -58,7 +58,7 @@ def load_text(source: str | os.PathLike[str], *, split: str = "train") -> "Datas
     try:
         data = _datasets().load_dataset(name, split=split)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise DataError(f"{name!r} is no local file, and the hub gives no such data set: {reason}") from error
     return _not_empty(data, name)
 

@@ -30,7 +30,8 @@ from subspan.optim.routing import (
 )
 from subspan.optim.study import StudyConfig, Task, digits_task, finetune, pretrain, run_study
 from subspan.optim.zeroth_order.algebra import alignment, query_gain
-from subspan.optim.zeroth_order.optimizers import LOZO, MeZO, StepInfo, ZOOptimizer, replay
+from subspan.optim.zeroth_order.base import StepInfo, ZOOptimizer, replay
+from subspan.optim.zeroth_order.optimizers import LOZO, MeZO
 from subspan.optim.zeroth_order.plus import LOZOPlus
 
 if TYPE_CHECKING:

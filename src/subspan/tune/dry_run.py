@@ -9,7 +9,8 @@ def plan(config: Config) -> dict[str, Any]:
     """Parameter counts, steps, an estimate of memory in GiB and, under privacy, the noise; reads data, no weights."""
     from peft import LoraConfig, get_peft_model
 
-    from subspan.tune.recipe import check_fit, checked_targets, load_model, load_task, parameter_counts, quiet
+    from subspan.tune.loading import load_model, load_task
+    from subspan.tune.recipe import check_fit, checked_targets, parameter_counts, quiet
 
     with quiet():
         task, rows = load_task(config)

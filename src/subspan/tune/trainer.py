@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from subspan.errors import DataError, NonFinite, SubspanError
+from subspan.errors import DataError, NonFinite, SubspanError, first_line
 from subspan.files import write_text
 from subspan.tune.part import Part, Run
 from subspan.tune.tasks import Batch
@@ -162,7 +162,7 @@ class TuneTrainer(Trainer):
             last = latest_checkpoint(self.run.folder)
             free = shutil.disk_usage(self.run.folder).free / 2**20
             raise SubspanError(
-                f"could not write {name} ({_first_line(error)}; {free:.0f} MiB are free on this disk); "
+                f"could not write {name} ({first_line(error)}; {free:.0f} MiB are free on this disk); "
                 + (f"the last good one, {last}, is intact" if last else "there was none before")
             ) from error
         finally:
@@ -188,10 +188,6 @@ def _settle(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def _checkpoints(folder: Path) -> list[Path]:

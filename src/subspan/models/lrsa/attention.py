@@ -58,6 +58,13 @@ def linear(
     return layer
 
 
+def width_of_head(d: int, heads: int) -> int:
+    """d / heads. Raises ``ValueError`` where that is no whole number."""
+    if heads < 1 or d % heads:
+        raise ValueError(f"the width must be a multiple of the number of heads, got d={d} and heads={heads}")
+    return d // heads
+
+
 class FeedForward(nn.Module):
     """W2 gelu(W1 x + b1) + b2 with ratio d hidden units, or W2 (gelu(Wg x) * (W1 x)) when ``gated``.
 
@@ -109,10 +116,8 @@ class Attention(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if heads < 1 or d % heads:
-            raise ValueError(f"the width must be a multiple of the number of heads, got d={d} and heads={heads}")
         self.heads = heads
-        head_width = d // heads
+        head_width = width_of_head(d, heads)
         self.query = linear(d, d, bias=False, generator=generator) if queries is None else None
         if queries is not None:
             # only directions matter under qk_norm: as different from each other as can be

@@ -23,6 +23,7 @@ from subspan.models.lrsa.attention import (
     relative_mass,
     rotary_angles,
     split_heads,
+    width_of_head,
 )
 
 
@@ -228,10 +229,8 @@ class PhysicsAttention(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if heads < 1 or d % heads:
-            raise ValueError(f"the width must be a multiple of the number of heads, got d={d} and heads={heads}")
         self.heads = heads
-        width = d // heads
+        width = width_of_head(d, heads)
         self.feature = linear(d, d, generator=generator)
         self.address = linear(d, d, generator=generator)
         self.slice = nn.Linear(width, latents)

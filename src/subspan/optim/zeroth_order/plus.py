@@ -15,8 +15,9 @@ from subspan.optim.zeroth_order.algebra import (
     select_directions,
     unit_columns,
 )
+from subspan.optim.zeroth_order.base import Common, Query, ZOOptimizer
 from subspan.optim.zeroth_order.blocks import Block, Direction, seeded
-from subspan.optim.zeroth_order.optimizers import LOZO, Common, Query, ZOOptimizer
+from subspan.optim.zeroth_order.optimizers import LOZO
 
 
 class LOZOPlus(LOZO):

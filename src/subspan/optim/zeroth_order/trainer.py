@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from subspan.optim.zeroth_order.optimizers import ZOOptimizer
+from subspan.optim.zeroth_order.base import ZOOptimizer
 
 
 class ZOTrainer(Trainer):

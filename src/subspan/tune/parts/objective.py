@@ -40,6 +40,7 @@ class OutputObjective(Part):
         self.criterion: Any = None
         self.calls = 0
         self.predicted: Tensor | None = None
+        self._held: list[float] | None = None  # the criterion's state in a checkpoint, until the criterion is made
 
     def losses(self, run: Run, model: nn.Module, batch: "Batch") -> Losses | None:
         rising = round(self.options.warmup * run.config.max_steps) * run.config.accumulate
@@ -92,8 +93,6 @@ class OutputObjective(Part):
         self.calls, self._held = held["calls"], held["state"]
         if held["predicted"] is not None:
             self.predicted = torch.tensor(held["predicted"], dtype=torch.float64)
-
-    _held: list[float] | None = None
 
     def _restore(self) -> None:
         if self._held is not None:

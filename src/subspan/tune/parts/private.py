@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subspan.errors import DataError
 from subspan.files import replacing, write_json
 from subspan.tune.config import Config, Privacy
 from subspan.tune.part import Part, Run
@@ -26,26 +25,9 @@ def noise(config: Config, rows: int) -> dict[str, Any]:
 
     wanted = config.privacy
     assert wanted is not None
-    _check_rate(config.batch_size, rows)
-    _check_delta(wanted.delta, rows)
     rate = config.batch_size / rows
     sigma, accountant = noise_multiplier(wanted.epsilon, wanted.delta, rate, config.max_steps, wanted.accountant)
     return {"sigma": round(sigma, 4), "sample_rate": rate, "accountant": accountant}
-
-
-def _check_rate(batch_size: int, rows: int) -> None:
-    if batch_size > rows:
-        raise DataError(
-            f"batch_size={batch_size} exceeds the {rows} training rows; the sampling rate must be at most 1"
-        )
-
-
-def _check_delta(delta: float, rows: int) -> None:
-    if delta * rows >= 1:
-        raise DataError(
-            f"privacy.delta={delta:g} with {rows} training rows would allow a mechanism that publishes one row as it "
-            f"is; choose delta well below {1 / rows:.2g}"
-        )
 
 
 class PrivateSteps(Part):
@@ -62,8 +44,6 @@ class PrivateSteps(Part):
         from subspan.privacy import PrismConfig, PrismPrivacy
 
         wanted, config = self.privacy, run.config
-        _check_rate(config.batch_size, len(run.train))
-        _check_delta(wanted.delta, len(run.train))
         settings = PrismConfig(
             target_epsilon=wanted.epsilon,
             target_delta=wanted.delta,
