@@ -1,129 +1,27 @@
 """What a run is: one pydantic model, read from YAML, with dotted overrides and a JSON schema for editors."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from subspan.errors import ConfigError
-
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-
-# The initialisations that peft performs by itself; "default" is Kaiming A and zero B.
-PEFT_INITS = ("default", "gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "corda", "lora_ga")
-# Those that look at training rows before the first step.
-DATA_INITS = ("eva", "corda", "lora_ga", "fisher")
-
-
-def _known_init(name: str) -> str:
-    if name in ("fisher", *PEFT_INITS) or name.startswith("pissa_niter_"):
-        return name
-    raise ValueError(_nearest(name, ("fisher", *PEFT_INITS), "init"))
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class Data(Section):
-    """Where the rows come from. ``source`` is an asset name, a csv/tsv/jsonl/json/parquet file, or a hub name."""
-
-    source: str
-    text: str | None = Field(None, description="column with the text (found by its usual names when left out)")
-    label: str | None = Field(None, description="column with the label or the answer")
-    group: str | None = Field(None, description="rows that share this column's value never part ways between splits")
-    max_words: PositiveInt | None = Field(None, description="cut each text after this many words")
-    validation: PositiveInt = Field(200, description="rows held out to watch training")
-    test: PositiveInt = Field(400, description="rows held out for the figure that is reported")
-    train: PositiveInt | None = Field(None, description="rows to train on (default: all that remain)")
-    public: bool = Field(False, description="the rows are public: data-dependent starts may see them under privacy")
-
-
-class Adapter(Section):
-    """The LoRA adapter; see peft.LoraConfig for each field."""
-
-    r: PositiveInt = 8
-    alpha: Positive = 16
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: str | list[str] = "all-linear"
-    dora: bool = False
-    rslora: bool = False
-
-
-class FisherOptions(Section):
-    """Options of ``init: fisher``; see subspan.adapters.fisher_init."""
-
-    mode: Literal["eigen", "score", "weighted", "projected", "gradient"] = "eigen"
-    sign: Literal["gradient", "rotate", "fixed"] = "gradient"
-    kappa: Positive = 0.3
-    preserve: Literal["residual", "zero_b"] = "residual"
-
-    @model_validator(mode="after")
-    def _defined(self) -> "FisherOptions":
-        if self.preserve == "zero_b" and self.mode != "eigen":
-            raise ValueError(f"preserve: zero_b uses input directions only and needs mode: eigen, not {self.mode}")
-        return self
-
-
-ZEROTH = ("mezo", "lozo", "lozo+")
-
-
-class Zeroth(Section):
-    """Options of the optimisers that only evaluate the loss; see subspan.optim.LOZOPlus."""
-
-    eps: Positive = 1e-3
-    rank: PositiveInt | None = None
-    interval: PositiveInt = 50
-    candidates: PositiveInt = 16
-    threshold: Annotated[float, Field(ge=0)] = 1.0
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-
-class Objective(Section):
-    """What to train on in place of cross-entropy, by noise on the logits; see subspan.optim.OutputSpaceLoss."""
-
-    loss: str = Field(description="zero-one, truncated, or python:module.function of (logits, labels)")
-    pairs: PositiveInt = Field(16, description="antithetic pairs of noisy logits scored for each row")
-    sigma: Positive | Annotated[str, Field(pattern=r"^relative:\d")] = Field(
-        1.0, description='scale of the noise on the logits, or "relative:a" of their running spread'
-    )
-    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps on cross-entropy first")
-    cap: Positive = Field(2.0, description="truncated: cross-entropy in nats beyond which a row costs no more")
-
-    @field_validator("loss")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name in ("zero-one", "truncated") or name.startswith("python:"):
-            return name
-        raise ValueError(_nearest(name, ("zero-one", "truncated", "python:module.function"), "objective"))
-
-
-class Privacy(Section):
-    """Differential privacy at the level of one training row."""
-
-    method: Literal["prism", "naive", "ffa"] = "prism"
-    epsilon: Positive = 8.0
-    delta: Share = 1e-5
-    clip: Positive = 1.0
-    accountant: Literal["prv", "rdp"] = "prv"
-    physical_batch: PositiveInt = Field(64, description="rows per forward pass; memory only, no effect on the result")
-    noise_seed: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="only to repeat a test: whoever knows this seed can subtract the noise"
-    )
-    twin: bool = Field(True, description="also train without privacy and report its accuracy beside")
+from subspan.tune.sections import (
+    DATA_INITS,
+    ZEROTH,
+    Adapter,
+    Data,
+    FisherOptions,
+    Objective,
+    Positive,
+    Privacy,
+    Section,
+    Zeroth,
+    known_init,
+    nearest,
+)
 
 
 class Config(Section):
@@ -136,7 +34,7 @@ class Config(Section):
     system: str | None = Field(None, description="causal-lm: the system message (default: the chat template's own)")
     output: Path = Field(description="the run folder")
     adapter: Adapter | None = Field(Adapter(), description="null trains every weight of the model itself")
-    init: Annotated[str, AfterValidator(_known_init)] = "default"
+    init: Annotated[str, AfterValidator(known_init)] = "default"
     calibration_rows: PositiveInt = Field(32, description="training rows that a data-dependent init looks at")
     fisher: FisherOptions = FisherOptions()
     optimizer: Literal["adamw", "muon", "mezo", "lozo", "lozo+"] = "adamw"
@@ -160,7 +58,7 @@ class Config(Section):
     log_every: PositiveInt = 5
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     seed: Annotated[int, Field(ge=0)] = 0
-    report_to: list[Literal["tensorboard", "mlflow", "wandb"]] = []
+    report_to: list[Literal["tensorboard", "mlflow", "wandb"]] = Field([])
 
     @field_validator("privacy", "objective", mode="before")
     @classmethod
@@ -234,12 +132,6 @@ class Config(Section):
             )
 
 
-def _nearest(word: str, known: Sequence[str], what: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-    return f"unknown {what} {word!r}{hint}"
-
-
 def _explain(error: ValidationError) -> str:
     """The first problem pydantic found, as one sentence that names the key and the remedy."""
     first = error.errors()[0]
@@ -249,7 +141,7 @@ def _explain(error: ValidationError) -> str:
         for part in where[:-1]:
             model = _section(model.model_fields[part].annotation)
         prefix = ".".join(where[:-1])
-        return _nearest(where[-1], list(model.model_fields), f"key in {prefix}:" if prefix else "key")
+        return nearest(where[-1], list(model.model_fields), f"key in {prefix}:" if prefix else "key")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{'.'.join(where)} is missing from the configuration"

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from subspan.tune.config import ZEROTH, Config
+from subspan.tune.config import Config
+from subspan.tune.sections import ZEROTH
 
 
 def plan(config: Config) -> dict[str, Any]:

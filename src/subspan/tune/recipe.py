@@ -23,11 +23,12 @@ from subspan.surgery import (
     find_targets,
     role_of,
 )
-from subspan.tune.config import ZEROTH, Adapter, Config
+from subspan.tune.config import Config
 from subspan.tune.folder import RunFolder
 from subspan.tune.loading import Rows, load_model, load_task
 from subspan.tune.part import Part, Run
 from subspan.tune.parts import assemble
+from subspan.tune.sections import ZEROTH, Adapter
 from subspan.tune.tasks import CausalLM, Classification, Row
 
 

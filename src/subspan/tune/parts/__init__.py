@@ -1,7 +1,8 @@
 """The methods that plug into a run, and which configuration brings which."""
 
-from subspan.tune.config import ZEROTH, Config
+from subspan.tune.config import Config
 from subspan.tune.part import Part
+from subspan.tune.sections import ZEROTH
 
 
 def assemble(config: Config) -> list[Part]:

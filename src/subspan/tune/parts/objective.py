@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from subspan.errors import ConfigError
 from subspan.files import write_json
-from subspan.tune.config import Objective
 from subspan.tune.part import Part, Run
+from subspan.tune.sections import Objective
 from subspan.tune.tasks import Classification, Losses
 
 if TYPE_CHECKING:

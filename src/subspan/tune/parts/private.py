@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from subspan.files import replacing, write_json
-from subspan.tune.config import Config, Privacy
+from subspan.tune.config import Config
 from subspan.tune.part import Part, Run
 from subspan.tune.parts.optimisers import AdamW, Muon, rates
+from subspan.tune.sections import Privacy
 from subspan.tune.tasks import by_length, trimmed
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from subspan.surgery import factor_pairs, shift_base, weight_matrix, write_weight
-from subspan.tune.config import FisherOptions
 from subspan.tune.part import Part, Run
+from subspan.tune.sections import FisherOptions
 
 # peft's starts that write the base weight.
 _EDITING = ("pissa", "olora", "corda", "lora_ga")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from subspan.errors import NonFinite
 from subspan.files import write_json
-from subspan.tune.config import Zeroth
 from subspan.tune.memory import PeakMemory
 from subspan.tune.part import Part, Run
 from subspan.tune.parts.optimisers import heads_apart, rates
+from subspan.tune.sections import Zeroth
 
 if TYPE_CHECKING:
     from subspan.optim import ZOOptimizer

@@ -1,0 +1,119 @@
+"""The sections of a configuration, one class each, and the names they know."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+# The initialisations that peft performs by itself; "default" is Kaiming A and zero B.
+PEFT_INITS = ("default", "gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "corda", "lora_ga")
+# Those that look at training rows before the first step.
+DATA_INITS = ("eva", "corda", "lora_ga", "fisher")
+
+
+def nearest(word: str, known: Sequence[str], what: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    return f"unknown {what} {word!r}{hint}"
+
+
+def known_init(name: str) -> str:
+    if name in ("fisher", *PEFT_INITS) or name.startswith("pissa_niter_"):
+        return name
+    raise ValueError(nearest(name, ("fisher", *PEFT_INITS), "init"))
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Data(Section):
+    """Where the rows come from. ``source`` is an asset name, a csv/tsv/jsonl/json/parquet file, or a hub name."""
+
+    source: str
+    text: str | None = Field(None, description="column with the text (found by its usual names when left out)")
+    label: str | None = Field(None, description="column with the label or the answer")
+    group: str | None = Field(None, description="rows that share this column's value never part ways between splits")
+    max_words: PositiveInt | None = Field(None, description="cut each text after this many words")
+    validation: PositiveInt = Field(200, description="rows held out to watch training")
+    test: PositiveInt = Field(400, description="rows held out for the figure that is reported")
+    train: PositiveInt | None = Field(None, description="rows to train on (default: all that remain)")
+    public: bool = Field(False, description="the rows are public: data-dependent starts may see them under privacy")
+
+
+class Adapter(Section):
+    """The LoRA adapter; see peft.LoraConfig for each field."""
+
+    r: PositiveInt = 8
+    alpha: Positive = 16
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: str | list[str] = "all-linear"
+    dora: bool = False
+    rslora: bool = False
+
+
+class FisherOptions(Section):
+    """Options of ``init: fisher``; see subspan.adapters.fisher_init."""
+
+    mode: Literal["eigen", "score", "weighted", "projected", "gradient"] = "eigen"
+    sign: Literal["gradient", "rotate", "fixed"] = "gradient"
+    kappa: Positive = 0.3
+    preserve: Literal["residual", "zero_b"] = "residual"
+
+    @model_validator(mode="after")
+    def _defined(self) -> "FisherOptions":
+        if self.preserve == "zero_b" and self.mode != "eigen":
+            raise ValueError(f"preserve: zero_b uses input directions only and needs mode: eigen, not {self.mode}")
+        return self
+
+
+ZEROTH = ("mezo", "lozo", "lozo+")
+
+
+class Zeroth(Section):
+    """Options of the optimisers that only evaluate the loss; see subspan.optim.LOZOPlus."""
+
+    eps: Positive = 1e-3
+    rank: PositiveInt | None = None
+    interval: PositiveInt = 50
+    candidates: PositiveInt = 16
+    threshold: Annotated[float, Field(ge=0)] = 1.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Objective(Section):
+    """What to train on in place of cross-entropy, by noise on the logits; see subspan.optim.OutputSpaceLoss."""
+
+    loss: str = Field(description="zero-one, truncated, or python:module.function of (logits, labels)")
+    pairs: PositiveInt = Field(16, description="antithetic pairs of noisy logits scored for each row")
+    sigma: Positive | Annotated[str, Field(pattern=r"^relative:\d")] = Field(
+        1.0, description='scale of the noise on the logits, or "relative:a" of their running spread'
+    )
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="share of the steps on cross-entropy first")
+    cap: Positive = Field(2.0, description="truncated: cross-entropy in nats beyond which a row costs no more")
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in ("zero-one", "truncated") or name.startswith("python:"):
+            return name
+        raise ValueError(nearest(name, ("zero-one", "truncated", "python:module.function"), "objective"))
+
+
+class Privacy(Section):
+    """Differential privacy at the level of one training row."""
+
+    method: Literal["prism", "naive", "ffa"] = "prism"
+    epsilon: Positive = 8.0
+    delta: Share = 1e-5
+    clip: Positive = 1.0
+    accountant: Literal["prv", "rdp"] = "prv"
+    physical_batch: PositiveInt = Field(64, description="rows per forward pass; memory only, no effect on the result")
+    noise_seed: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="only to repeat a test: whoever knows this seed can subtract the noise"
+    )
+    twin: bool = Field(True, description="also train without privacy and report its accuracy beside")
