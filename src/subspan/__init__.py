@@ -18,6 +18,7 @@ __all__ = [
     "optim",
     "pages",
     "privacy",
+    "safety",
     "structure",
     "surgery",
     "theory",
