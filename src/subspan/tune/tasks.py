@@ -1,22 +1,27 @@
 """The two tasks: how a row becomes tokens, how a batch becomes one loss per row, and how rows are scored."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from subspan.errors import DataError
+from subspan.surgery.answers import (
+    IGNORED,
+    Batch,
+    Losses,
+    answer_batch,
+    answer_logits,
+    pad_token,
+    padded,
+    target_losses,
+)
 
 Row = dict[str, Any]
-Batch = dict[str, Tensor]
-
-IGNORED = -100
-
 
 # Stand-ins while the chat template is rendered once; no text or template holds them.
 _TEXT, _ANSWER = "\x02text\x03", "\x02answer\x03"
@@ -30,36 +35,11 @@ class _Frame(NamedTuple):
     tail: str
 
 
-class Losses(NamedTuple):
-    """Summed negative log-likelihood of each row, and the number of targets it sums over (both of length B)."""
-
-    total: Float[Tensor, " b"]
-    count: Float[Tensor, " b"]
-
-    def mean(self) -> Float[Tensor, ""]:
-        """Mean over all targets of the batch (token mean)."""
-        return self.total.sum() / self.count.sum().clamp(min=1)
-
-    def per_row(self) -> Float[Tensor, " b"]:
-        """Mean over each row's own targets: it depends on no other row of the batch."""
-        return self.total / self.count.clamp(min=1)
-
-
 class Scored(NamedTuple):
     """The losses of a batch and, where the labels are a closed set, which rows were labelled right (bool, B)."""
 
     losses: Losses
     correct: Tensor | None
-
-
-def _pad(rows: Sequence[Sequence[int]], value: int, side: str) -> Int[Tensor, "b t"]:
-    # At least one column, so that an empty (Poisson) batch still has two dimensions.
-    width = max((len(r) for r in rows), default=1)
-    out = torch.full((len(rows), width), value, dtype=torch.long)
-    for i, row in enumerate(rows):
-        at = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        out[i, at] = torch.tensor(row, dtype=torch.long)
-    return out
 
 
 def by_length(batch: Batch) -> Batch:
@@ -72,13 +52,6 @@ def trimmed(batch: Batch) -> Batch:
     """The batch without the columns that are padding in every row (what is left of a longer batch's width)."""
     used = batch["attention_mask"].any(0)
     return {key: value[:, used] if value.ndim == 2 else value for key, value in batch.items()}
-
-
-def _accepts(model: nn.Module, name: str) -> bool:
-    inner: Any = model
-    if hasattr(model, "get_base_model"):
-        inner = inner.get_base_model()
-    return name in inspect.signature(inner.forward).parameters
 
 
 @dataclass(frozen=True)
@@ -98,8 +71,8 @@ class Classification:
     def collate(self, rows: Sequence[Row]) -> Batch:
         ids = [r["input_ids"] for r in rows]
         return {
-            "input_ids": _pad(ids, _pad_token(self.tokenizer), "right"),
-            "attention_mask": _pad([[1] * len(r) for r in ids], 0, "right"),
+            "input_ids": padded(ids, pad_token(self.tokenizer), "right"),
+            "attention_mask": padded([[1] * len(r) for r in ids], 0, "right"),
             "labels": torch.tensor([r["labels"] for r in rows], dtype=torch.long),
         }
 
@@ -186,26 +159,21 @@ class CausalLM:
         return {"input_ids": prompt + target, "labels": [IGNORED] * len(prompt) + target}
 
     def collate(self, rows: Sequence[Row]) -> Batch:
-        ids = [r["input_ids"] for r in rows]
-        batch = {
-            "input_ids": _pad(ids, _pad_token(self.tokenizer), "left"),
-            "attention_mask": _pad([[1] * len(r) for r in ids], 0, "left"),
-            "labels": _pad([r["labels"] for r in rows], IGNORED, "left"),
-        }
+        batch = answer_batch(rows, pad_token(self.tokenizer))
         if rows and "target" in rows[0]:
             batch["target"] = torch.tensor([r["target"] for r in rows], dtype=torch.long)
         return batch
 
     def losses(self, model: nn.Module, batch: Batch) -> Losses:
-        return self._losses(*self._tail(model, batch))
+        return target_losses(*answer_logits(model, batch))
 
     def score(self, model: nn.Module, batch: Batch) -> Scored:
         """Losses, and whether the likeliest label given the prompt is the row's own.
 
         Labels are compared by their first token where that tells them apart, else by the likelihood of the whole label.
         """
-        logits, target = self._tail(model, batch)
-        losses = self._losses(logits, target)
+        logits, target = answer_logits(model, batch)
+        losses = target_losses(logits, target)
         if not self.labels:
             return Scored(losses, None)
         answers = self._targets(self.labels)
@@ -218,28 +186,6 @@ class CausalLM:
         likelihood = torch.stack([-self.losses(model, self._answered(batch, a)).total for a in answers], -1)
         return Scored(losses, likelihood.argmax(-1) == batch["target"])
 
-    def _tail(self, model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "b t v"], Int[Tensor, "b t"]]:
-        """Logits (float32) and targets at the positions from the first target of any row to the end."""
-        labels, mask = batch["labels"], batch["attention_mask"]
-        used = (labels != IGNORED).any(0).nonzero()
-        tail = labels.shape[1] - int(used[0]) if len(used) else 1
-        extra: dict[str, Any] = {}
-        if _accepts(model, "position_ids"):  # left padding must not count as positions
-            extra["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if _accepts(model, "logits_to_keep"):
-            extra["logits_to_keep"] = tail + 1
-        if _accepts(model, "use_cache"):
-            extra["use_cache"] = False
-        logits = model(input_ids=batch["input_ids"], attention_mask=mask, **extra).logits
-        return logits[:, -(tail + 1) : -1].float(), labels[:, -tail:]
-
-    def _losses(self, logits: Tensor, target: Tensor) -> Losses:
-        valid = target != IGNORED
-        flat = nn.functional.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-        return Losses(flat.view(target.shape).sum(-1), valid.sum(-1).to(flat.dtype))
-
     def _answered(self, batch: Batch, answer: list[int]) -> Batch:
         """The same prompts, followed by another answer."""
         device = batch["labels"].device
@@ -247,8 +193,3 @@ class CausalLM:
         prompts = [row[keep].tolist() for row, keep in zip(batch["input_ids"], asked, strict=True)]
         rows = [{"input_ids": p + answer, "labels": [IGNORED] * len(p) + answer} for p in prompts]
         return {k: v.to(device) for k, v in self.collate(rows).items()}
-
-
-def _pad_token(tokenizer: Any) -> int:
-    pad = tokenizer.pad_token_id
-    return int(pad if pad is not None else tokenizer.eos_token_id)
