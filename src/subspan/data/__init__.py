@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
     from subspan.data.neural import CountTrials, LatentSeries, MotorCortex, lorenz_thomas, motor_cortex, rotating_counts
     from subspan.data.pde import DarcyFlow, DarcyGenerator, NavierStokesGenerator, Vorticity
+    from subspan.data.refusals import TOPICS, Request, topic_requests
     from subspan.data.shared import shared_file
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
     from subspan.data.tables import NumberTable, iterate_rows, read_numbers
@@ -26,6 +27,7 @@ _HOMES = {
     "graphs": ("Graph", "blogcatalog", "contextual_sbm", "digits_graphs", "homophilous_edges"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
     "neural": ("CountTrials", "LatentSeries", "MotorCortex", "lorenz_thomas", "motor_cortex", "rotating_counts"),
+    "refusals": ("TOPICS", "Request", "topic_requests"),
     "shared": ("shared_file",),
     "pde": ("DarcyFlow", "DarcyGenerator", "NavierStokesGenerator", "Vorticity"),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
@@ -36,6 +38,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "ASSETS",
+    "TOPICS",
     "Asset",
     "CountTrials",
     "DarcyFlow",
@@ -51,6 +54,7 @@ __all__ = [
     "MotorCortex",
     "NavierStokesGenerator",
     "NumberTable",
+    "Request",
     "Splits",
     "Vorticity",
     "asset_path",
@@ -79,6 +83,7 @@ __all__ = [
     "rotating_counts",
     "shared_file",
     "split_data",
+    "topic_requests",
 ]
 
 
