@@ -8,7 +8,9 @@ from subspan.surgery.factors import (
     data_start,
     export_plain_lora,
     factor_pairs,
+    load_factors,
     mark_data_start,
+    save_factors,
     shift_base,
 )
 from subspan.surgery.layers import (
@@ -18,9 +20,11 @@ from subspan.surgery.layers import (
     is_conv1d,
     is_matrix_layer,
     matrix_layers,
+    no_match,
     owned_parameters,
     packed_rows,
     parameter_owners,
+    replace_modules,
     role_of,
     weight_matrix,
     write_weight,
@@ -35,6 +39,7 @@ from subspan.surgery.moments import (
     Likelihood,
     collect_fisher,
 )
+from subspan.surgery.side_paths import plain_layers, side_paths, undisturbed
 
 __all__ = [
     "BaseShift",
@@ -57,13 +62,20 @@ __all__ = [
     "find_targets",
     "is_conv1d",
     "is_matrix_layer",
+    "load_factors",
     "mark_data_start",
     "matrix_layers",
+    "no_match",
     "owned_parameters",
     "packed_rows",
     "parameter_owners",
+    "plain_layers",
+    "replace_modules",
     "role_of",
+    "save_factors",
     "shift_base",
+    "side_paths",
+    "undisturbed",
     "weight_matrix",
     "write_weight",
 ]

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -158,6 +158,13 @@ def find_targets(
     if not found:
         raise TargetError(no_match(model, [wanted] if isinstance(wanted, str) else wanted))
     return found
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each new module in the place of its old one, at every name under which the model holds it."""
+    places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if name and m in new]
+    for name, module in places:
+        model.set_submodule(name, new[module])
 
 
 def no_match(model: nn.Module, wanted: Sequence[str]) -> str:
