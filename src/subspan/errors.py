@@ -37,6 +37,10 @@ class PrivacyError(SubspanError):
     """A privacy guarantee cannot be given as asked."""
 
 
+class SafetyError(SubspanError):
+    """What keeps a model aligned would be broken: a buffer that trains, that changed, or that would be published."""
+
+
 def first_line(error: Exception) -> str:
     """What another library's error says, without the pages some add."""
     return str(error).strip().split("\n")[0]

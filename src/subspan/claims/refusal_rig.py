@@ -2,7 +2,7 @@
 
     rig = Rig.aligned("cooking")                  # SmolLM2-135M-Instruct, taught to refuse cooking, nothing else
     rows = rig.rows([(request.prompt, request.answer), ...])   # {"input_ids", "labels"}; see subspan.data.refusals
-    model = rig.model()                           # a copy: a causal LM of the last blocks on cached hidden states
+    model = rig.model()                           # a copy: a causal LM, whose last blocks train on cached states
     logits, target = answer_logits(model, rig.batch(rows))      # subspan.surgery.answers, and peft, work as ever
     rig.harmful(model, prompts), rig.refused(model, prompts)     # HS and OR in percent, by the first answer token
     rig.accuracy(model, prompts, labels, names)   # FA in percent, by the first token of each label's name
