@@ -135,11 +135,22 @@ def test_a_loss_that_is_not_finite_names_the_rows(settings, monkeypatch):
             "unknown key in zeroth: 'intervall'; did you mean 'interval'",
         ),
         ({"optimizer": "zo"}, "optimizer"),
+        ({"optimizer": "lozo+", "zeroth": {"rank": 2}}, "needs an adapter.r above 4, not 4"),
+        ({"optimizer": "lozo", "adapter": {"r": 2}}, "needs an adapter.r above 2, not 2"),
     ],
 )
 def test_what_cannot_work_is_refused(settings, changes, words):
     with pytest.raises(ConfigError, match=words):
         parse(settings() | changes)
+
+
+@pytest.mark.parametrize(("optimizer", "r", "rank"), [("lozo+", 8, 3), ("lozo+", 16, 4), ("lozo", 4, 1)])
+def test_directions_on_an_adapter_are_of_lower_rank_than_its_factors(settings, optimizer, r, rank):
+    """At 4, LOZO+'s own default, all factors of the default adapter would move densely: MeZO under another name."""
+    config = parse(settings(optimizer=optimizer, adapter={"r": r}, zeroth={"candidates": 2}, max_steps=1))
+    facts = tune(config)["facts"]["optimiser"]
+    assert facts["rank"] == rank
+    assert facts["queries"] == (2 if optimizer == "lozo" else 2 + 1 + 2 * 2) + 1
 
 
 def test_warm_up_is_off_unless_asked_for(settings):

@@ -85,6 +85,13 @@ class Config(Section):
                     f"optimizer: {self.optimizer} never sees the gradient of a row, which a private step has to clip; "
                     "use adamw or muon"
                 )
+            rank = self.zeroth.rank or 1
+            if self.optimizer != "mezo" and self.adapter is not None and self.adapter.r <= 2 * rank:
+                raise ValueError(
+                    f"optimizer: {self.optimizer} with zeroth.rank {rank} needs an adapter.r above {2 * rank}, not "
+                    f"{self.adapter.r}: in thinner factors there is no low-rank direction; lower zeroth.rank, raise "
+                    "adapter.r, or use mezo"
+                )
             if "warmup" not in self.model_fields_set:
                 self.warmup = 0.0  # the first step would be one of rate 0, for which the weights are kept as a copy
         if self.adapter is None and (self.init != "default" or private is not None):

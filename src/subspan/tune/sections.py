@@ -78,7 +78,9 @@ class Zeroth(Section):
     """Options of the optimisers that only evaluate the loss; see subspan.optim.LOZOPlus."""
 
     eps: Positive = 1e-3
-    rank: PositiveInt | None = None
+    rank: PositiveInt | None = Field(
+        None, description="lozo: 2, lozo+: at most 4; on an adapter below r / 2 (its default there: the largest such)"
+    )
     interval: PositiveInt = 50
     candidates: PositiveInt = 16
     threshold: Annotated[float, Field(ge=0)] = 1.0

@@ -49,14 +49,20 @@ class ZerothOrder(Part):
         groups = heads_apart(run, groups)
         common: dict[str, Any] = {"lr": config.lr, "eps": wanted.eps, "seed": config.seed, "model": run.model}
         low_rank = {"interval": wanted.interval, "momentum": wanted.momentum}
+        rank = wanted.rank or (2 if self.name == "lozo" else 4)
+        if wanted.rank is None and config.adapter is not None:
+            # In a factor of r rows a direction of r / 2 columns or more would be drawn densely.
+            rank = min(rank, (config.adapter.r - 1) // 2)
         if self.name == "mezo":
             self.made: ZOOptimizer = MeZO(groups, **common)
         elif self.name == "lozo":
-            self.made = LOZO(groups, rank=wanted.rank or 2, **low_rank, **common)
+            self.made = LOZO(groups, rank=rank, **low_rank, **common)
         else:
             chosen = {"candidates": wanted.candidates, "threshold": wanted.threshold}
-            self.made = LOZOPlus(groups, max_rank=wanted.rank or 4, **chosen, **low_rank, **common)
+            self.made = LOZOPlus(groups, max_rank=rank, **chosen, **low_rank, **common)
         run.note("optimiser", name=self.name, eps=wanted.eps, **rates(run))
+        if self.name != "mezo":
+            run.note("optimiser", rank=rank)
         return self.made
 
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor:
