@@ -79,7 +79,8 @@ class Zeroth(Section):
 
     eps: Positive = 1e-3
     rank: PositiveInt | None = Field(
-        None, description="lozo: 2, lozo+: at most 4; on an adapter below r / 2 (its default there: the largest such)"
+        default=None,
+        description="lozo: 2, lozo+: at most 4; on an adapter below r / 2 (its default there: the largest such)",
     )
     interval: PositiveInt = 50
     candidates: PositiveInt = 16
