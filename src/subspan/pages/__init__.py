@@ -1,7 +1,7 @@
 """One self-contained page from tables and plots; the only room that draws."""
 
 from subspan.pages.page import Badge, Code, Figure, Page, Section, Table, Text
-from subspan.pages.plots import Curve, bars, curves, heat_map, network, spectra
+from subspan.pages.plots import Curve, bars, curves, heat_map, histogram, network, scatter, spectra
 
 __all__ = [
     "Badge",
@@ -15,6 +15,8 @@ __all__ = [
     "bars",
     "curves",
     "heat_map",
+    "histogram",
     "network",
+    "scatter",
     "spectra",
 ]

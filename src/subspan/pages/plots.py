@@ -128,6 +128,49 @@ def bars(groups: Mapping[str, Numbers], *, ylabel: str) -> str:
     return _svg(draw, height=0.9 + 0.34 * len(finite))
 
 
+def histogram(values: Numbers, *, xlabel: str, spans: Mapping[str, tuple[float, float]] | None = None) -> str:
+    """How often values occur, with named intervals drawn as bars above; values that are not finite are left out.
+
+    Raises:
+        ValueError: no finite value.
+    """
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
+        raise ValueError("there is nothing to draw: no finite value was given")
+
+    def draw(axes: Any) -> None:
+        heights, _, _ = axes.hist(finite, bins=min(40, max(10, len(finite) // 10)), color=_SERIES[0], alpha=0.35)
+        axes.set(xlabel=xlabel, ylabel="count")
+        top = float(np.max(heights))
+        for place, ((name, (low, high)), look) in enumerate(zip((spans or {}).items(), _looks(), strict=False)):
+            at = top * (1.06 + 0.08 * place)
+            axes.plot([low, high], [at, at], color=look.colour, marker="|", linewidth=2)
+            axes.text((low + high) / 2, at, name, ha="center", va="bottom", fontsize=8)
+
+    return _svg(draw, height=3.4 + 0.12 * len(spans or {}))
+
+
+def scatter(groups: Mapping[str, tuple[Numbers, Numbers]], *, xlabel: str, ylabel: str) -> str:
+    """Points (x, y) by group, with a legend where there are several.
+
+    Raises:
+        ValueError: no groups, or x and y of different lengths.
+    """
+    _require(groups)
+
+    def draw(axes: Any) -> None:
+        for (name, (x, y)), look in zip(groups.items(), _looks(), strict=False):
+            if len(x) != len(y):
+                raise ValueError(f"group {name!r} has {len(x)} x values but {len(y)} y values")
+            axes.plot(x, y, look.marker, color=look.colour, markersize=4, alpha=0.6, label=name)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        if len(groups) > 1:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(groups), 3), fontsize=9)
+
+    return _svg(draw)
+
+
 def spectra(series: Mapping[str, Numbers], *, xlabel: str = "index", ylabel: str = "singular value") -> str:
     """Spectra on a logarithmic axis against their index from 1; zeros leave a gap.
 

@@ -7,6 +7,7 @@ B = lora_A.weightᵀ (n x r). This file is the only place that swaps the letters
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from subspan.errors import BaseMismatch, TargetError
+from subspan.errors import BaseMismatch, DataError, TargetError
 from subspan.files import replacing, write_json
 from subspan.linalg import LowRank
 from subspan.surgery.layers import base_layer, is_matrix_layer, weight_matrix, write_weight
@@ -284,6 +285,67 @@ def check_base(model: nn.Module, path: str | Path) -> None:
         raise BaseMismatch(
             f"the base model's weights differ from those the adapter in {path} was made for; load the original base"
         )
+
+
+def load_factors(path: str | Path) -> tuple[dict[str, LowRank], dict[str, float]]:
+    """The factors (float32) and the scaling s of every linear layer of a LoRA folder in peft's format, no model needed.
+
+    Layers have the base model's names. Raises ``DataError`` for a folder without a LoRA, or with what is more than one
+    (DoRA's magnitudes).
+    """
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    if not (path / "adapter_config.json").is_file() or not (path / "adapter_model.safetensors").is_file():
+        raise DataError(f"{path} holds no adapter: adapter_config.json and adapter_model.safetensors should lie there")
+    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
+        kind = "DoRA" if config.get("use_dora") else config["peft_type"]
+        raise DataError(f"the adapter in {path} is a {kind}, whose update is not s A Bᵀ; a plain LoRA is needed")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, value in load_file(path / "adapter_model.safetensors").items():
+        if found := _FACTOR.fullmatch(key):
+            halves.setdefault(found["layer"], {})[found["half"]] = value.float().flatten(1)
+    factors = {n: LowRank(h["B"], h["A"].mT) for n, h in halves.items() if len(h) == 2}
+    if not factors:
+        raise DataError(f"the adapter in {path} has no factors of a linear layer (lora_A and lora_B)")
+    return factors, {name: _scaling(config, name, z.rank) for name, z in factors.items()}
+
+
+_FACTOR = re.compile(r"(base_model\.model\.)?(?P<layer>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
+
+
+def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((a for key, a in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", name)), config["lora_alpha"])
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def save_factors(path: str | Path, factors: Mapping[str, LowRank], scaling: Mapping[str, float]) -> None:
+    """Write factors as an ordinary peft LoRA, which ``load_factors`` and peft read."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    ranks = {name: z.rank for name, z in factors.items()}
+    alphas = {name: scaling[name] * ranks[name] for name in factors}
+    config = LoraConfig(
+        r=_most_common(ranks),
+        lora_alpha=_most_common(alphas),
+        target_modules=sorted(factors),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    config.rank_pattern = {f"^{n}": r for n, r in ranks.items() if r != config.r}
+    config.alpha_pattern = {f"^{n}": a for n, a in alphas.items() if a != config.lora_alpha}
+    path.mkdir(parents=True, exist_ok=True)
+    state = {}
+    for name, z in factors.items():
+        state[f"{_PREFIX}{name}.lora_A.weight"] = z.B.mT.contiguous()
+        state[f"{_PREFIX}{name}.lora_B.weight"] = z.A.contiguous()
+    with replacing(path / "adapter_model.safetensors") as part:
+        save_file(state, part, metadata={"format": "pt"})
+    write_json(path / "adapter_config.json", {k: _plain(v) for k, v in config.to_dict().items()})
 
 
 def _most_common(values: Mapping[str, Any]) -> Any:

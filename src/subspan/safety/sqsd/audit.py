@@ -1,0 +1,211 @@
+"""The whole job behind ``subspan audit``: find or train what is missing, score, write, draw the page."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from subspan.errors import DataError, first_line
+from subspan.safety.sqsd.direction import Direction
+from subspan.safety.sqsd.risk import Progress, SafetyRisk
+from subspan.safety.sqsd.stream import settings_hash
+from subspan.safety.sqsd.table import RiskTable, checked_format
+from subspan.safety.sqsd.tokens import conversation
+from subspan.safety.sqsd.training import encoded_rows, row_losses
+
+Say = Callable[[str], None]
+Source = str | os.PathLike[str]
+
+
+def load_causal_lm(name: str) -> tuple[nn.Module, Any]:
+    """A causal language model and its tokenizer, from an asset, a folder or the hub.
+
+    Raises:
+        DataError: no such model loads.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from subspan.data import model_source
+
+    source = model_source(name)
+    options: dict[str, Any] = {"dtype": "auto"}
+    if source.gguf_file:
+        from transformers import GgufConfig
+
+        # packed blocks cannot be differentiated through
+        options |= {"quantization_config": GgufConfig(dequantize=True), "gguf_file": source.gguf_file}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)
+        model = AutoModelForCausalLM.from_pretrained(source.path, **options)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no causal language model loads from {name}: {first_line(error)}") from error
+    if torch.accelerator.is_available():
+        model.to(device=torch.accelerator.current_accelerator())  # pyright: ignore[reportArgumentType]
+    return model, tokenizer
+
+
+def find_direction(
+    source: Source, model: nn.Module, tokenizer: Any, cache: Path, say: Say, **training: Any
+) -> Direction:
+    """A direction from wherever ``source`` points.
+
+    Args:
+        source: a LoRA folder; a full checkpoint, compared with ``model``; or a file of rows, on which one is trained
+            (by DPO where it has columns ``chosen`` and ``rejected``) and kept in ``cache``.
+        model: the base model.
+        tokenizer: its tokenizer.
+        cache: folder for a direction that is trained here; one that lies there from the same rows is taken.
+        say: told what is done.
+        **training: options of ``train_direction``.
+    """
+    path = Path(source)
+    if (path / "adapter_config.json").is_file():
+        return Direction.from_adapter(path)
+    if (path / "config.json").is_file():
+        say(f"comparing {path} with the base model")
+        other, _ = load_causal_lm(str(path))
+        return Direction.from_models(model, other)
+    if path.is_dir():
+        raise DataError(f"{path} holds neither an adapter (adapter_config.json) nor a model (config.json)")
+    rows = _rows(path)
+    if {"chosen", "rejected"} <= set(rows.column_names):
+        training = {"objective": "dpo", **training}
+    return trained_once(model, tokenizer, rows, cache, say, str(path), **training)
+
+
+def trained_once(
+    model: nn.Module,
+    tokenizer: Any,
+    rows: Iterable[Mapping[str, Any]],
+    cache: Path,
+    say: Say,
+    what: str,
+    **training: Any,
+) -> Direction:
+    """``Direction.from_data``, or what it left in ``cache`` for the same rows and options."""
+    from subspan.surgery import base_fingerprint
+
+    rows = list(rows)
+    mark = settings_hash({"rows": rows, "training": training, "base": base_fingerprint(model)})
+    kept = cache.with_name(f"{cache.name}-{mark[:8]}")
+    if (kept / "adapter_config.json").is_file():
+        return Direction.from_adapter(kept)
+    say(f"training a direction on {what}")
+    Direction.from_data(model, tokenizer, rows, **training).save(kept)
+    return Direction.from_adapter(kept)
+
+
+def initial_rows(rows: Any, count: int = 64, seed: int = 0) -> list[Mapping[str, Any]]:
+    """A random subset of the rows to be scored, on which the initial state is trained."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [rows[i] for i in order[:count]]
+
+
+def likelihood_probe(tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Callable[[nn.Module], float]:
+    """Behaviour as one number: the mean log-likelihood per token of these answers, such as refusals."""
+    encoded = encoded_rows(tokenizer, rows, 1024)
+    if not encoded:
+        raise DataError("the probe has no row with an answer")
+    return partial(_likelihood, tokenizer=tokenizer, rows=encoded)
+
+
+def _likelihood(model: nn.Module, tokenizer: Any, rows: Sequence[Any]) -> float:
+    parts = [row_losses(model, tokenizer, rows[i : i + 16]).per_row() for i in range(0, len(rows), 16)]
+    return -float(torch.cat(parts).mean())
+
+
+def audit(
+    model: str,
+    data: Source,
+    danger: Source,
+    safety: Source,
+    *,
+    init: Source | None = None,
+    state: str = "shared",
+    init_steps: int = 50,
+    out: Source = "scores.parquet",
+    probe: Source | None = None,
+    top: int = 20,
+    show_text: bool = False,
+    resume: bool = True,
+    say: Say = lambda text: None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RiskTable:
+    """Score the rows of a file, and write the scores as parquet and csv, their facts as json, and a page.
+
+    Args:
+        model: "asset:..." name, local folder or hub name of a causal language model.
+        data: the rows (see ``load_text``), with ``messages`` or a prompt's and an answer's column.
+        danger: an adapter folder, a full checkpoint, or a file of dangerous rows; see ``find_direction``.
+        safety: the same, of safe rows, or of pairs ``chosen`` and ``rejected``.
+        init: adapter at which gradients are taken; without it one is trained on 64 of the rows.
+        state: "shared", "paper" or "zero"; see ``SafetyRisk``.
+        init_steps: steps of that training.
+        out: a .parquet or .csv file; the other format, .json and .html lie beside it.
+        probe: a file of safe answers, to see whether the directions steer the model.
+        top: rows that the page lists.
+        show_text: show what those rows say.
+        resume: go on from what an earlier run left.
+        say: told what is done.
+        progress: called with the rows done and their total.
+        **options: of ``SafetyRisk``.
+
+    Raises:
+        SubspanError: a file, column or model is missing, or belongs to something else.
+        ValueError: options that cannot work.
+    """
+    target = checked_format(out)
+    say(f"reading {data}")
+    rows = _rows(data)
+    conversation(rows[0], 1, options.get("prompt"), options.get("answer"))  # a missing column, before a model is loaded
+    say(f"loading {model}")
+    base, tokenizer = load_causal_lm(model)
+    beside = partial(Path.with_name, target)
+    steer = {
+        name: find_direction(source, base, tokenizer, beside(f"{target.stem}.{name}"), say)
+        for name, source in (("danger", danger), ("safety", safety))
+    }
+    begin: Direction | None = None
+    if init is not None:
+        begin = Direction.from_adapter(Path(init))
+    elif state != "zero":
+        texts = [
+            {"messages": conversation(r, 0, options.get("prompt"), options.get("answer"))} for r in initial_rows(rows)
+        ]
+        cache = beside(f"{target.stem}.init")
+        begin = trained_once(
+            base, tokenizer, texts, cache, say, f"{len(texts)} of the rows", steps=init_steps, stop_margin=None
+        )
+    risk = SafetyRisk(base, steer["danger"], steer["safety"], tokenizer=tokenizer, state=state, init=begin, **options)  # pyright: ignore[reportArgumentType]
+    say(f"scoring {len(rows)} rows")
+    table = risk.score(rows, out=target, resume=resume, progress=progress)
+    if probe is not None:
+        say("steering the model along both directions")
+        look = likelihood_probe(tokenizer, list(_rows(probe)))
+        curves = {
+            name: steer[name].validate(base, look, expected)._asdict()
+            for name, expected in (("danger", "fall"), ("safety", "rise"))
+        }
+        table = replace(table, facts={**table.facts, "steering": curves})
+    for suffix in (".parquet", ".csv"):
+        table.write(target.with_suffix(suffix))
+    texts_shown = [_shown(row) for row in rows] if show_text else None
+    table.report(target.with_suffix(".html"), texts_shown, top)
+    return table
+
+
+def _rows(source: Source) -> Any:
+    from subspan.data import load_text
+
+    return load_text(source)
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    turns = conversation(row, 0)
+    return " | ".join(f"{t['role']}: {t['content']}" for t in turns)[:300]
