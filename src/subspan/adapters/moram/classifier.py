@@ -17,11 +17,12 @@ from subspan.adapters.moram.model import MoRAM, memory_of, wrap
 from subspan.errors import NonFinite
 
 
-def mlp(d: int, hidden: Sequence[int], classes: int, generator: torch.Generator) -> nn.Sequential:
+def mlp(d: int, hidden: Sequence[int], classes: int, generator: torch.Generator, center: bool = True) -> nn.Sequential:
     """LayerNorm, Linear, GELU for each hidden width, then LayerNorm and Linear; drawn by ``generator``."""
     layers: list[nn.Module] = []
-    for width in hidden:
-        layers += [nn.LayerNorm(d), _linear(d, width, generator), nn.GELU()]
+    for i, width in enumerate(hidden):
+        norm = nn.LayerNorm(d) if i > 0 or center else nn.Identity()
+        layers += [norm, _linear(d, width, generator), nn.GELU()]
         d = width
     return nn.Sequential(*layers, nn.LayerNorm(d), _linear(d, classes, generator))
 
@@ -70,6 +71,9 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         hidden: widths of the hidden layers, each of which holds a memory.
+        center: bring each row to mean 0 and variance 1 first. Keys tell rows apart by direction, which a mean that all
+            share hides: right for many features of one kind (pixels, embeddings); for a few unlike columns scale them
+            yourself and say False.
         r: atoms that each task appends to each layer.
         top_k: atoms a row reads in each layer; r by default.
         temperature: see ``MoRAMConfig``, as for the next two.
@@ -95,6 +99,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
     def __init__(
         self,
         hidden: Sequence[int] = (128, 128),
+        center: bool = True,
         r: int = 8,
         top_k: int | None = None,
         temperature: float = 0.05,
@@ -108,6 +113,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.hidden = hidden
+        self.center = center
         self.r = r
         self.top_k = top_k
         self.temperature = temperature
@@ -126,7 +132,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"a classifier needs at least two classes; y has only one: {self.classes_[0]!r}")
+            raise ValueError(f"a classifier needs at least two classes, and y has 1 class only: {self.classes_[0]}")
         config = MoRAMConfig(
             r=self.r,
             top_k=self.top_k,
@@ -137,7 +143,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         )
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         self.generator_ = torch.Generator().manual_seed(seed)
-        net = mlp(X.shape[1], self.hidden, len(self.classes_), self.generator_)
+        net = mlp(X.shape[1], self.hidden, len(self.classes_), self.generator_, self.center)
         options = {"steps": self.base_steps, "lr": self.base_lr, "cosine": False}
         train(net, list(net.parameters()), *_tensors(X, labels), **options, **self._common())
         targets = {name: m for name, m in list(net.named_children())[:-1] if isinstance(m, nn.Linear)}
