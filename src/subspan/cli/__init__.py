@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from subspan import __version__
-from subspan.cli import assets, claims, facilities, hubs, tune
+from subspan.cli import assets, audit, claims, facilities, hubs, tune
 from subspan.errors import SubspanError
 
 # Verbs that, run again after Ctrl-C, continue where they stopped.
-_RESUMED = {"tune", "claims", "facilities"}
+_RESUMED = {"audit", "tune", "claims", "facilities"}
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -46,6 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("tune")(tune.tune)
+app.command("audit")(audit.audit)
 app.command("hubs")(hubs.hubs)
 app.command("facilities")(facilities.facilities)
 app.add_typer(claims.app, name="claims")

@@ -47,7 +47,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """The base model in evaluation mode, nothing trainable, peft adapters off; all is put back at the end.
 
     Layers under gradient checkpointing stay in training mode, without which they would not checkpoint; what they hold
-    is in evaluation mode, and their own dropout rates are 0. Raises ``ValueError`` where an adapter is merged into the base weights.
+    is in evaluation mode, and their own dropout rates are 0. Raises ``ValueError`` where an adapter is merged into the
+    base weights.
     """
     tuned: list[Any] = [m for m in model.modules() if hasattr(m, "enable_adapters") and hasattr(m, "disable_adapters")]
     if merged := [m for m in tuned if getattr(m, "merged", False)]:

@@ -45,7 +45,7 @@ def load_causal_lm(name: str) -> tuple[nn.Module, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"no causal language model loads from {name}: {first_line(error)}") from error
     if torch.accelerator.is_available():
-        model.to(device=torch.accelerator.current_accelerator())  # pyright: ignore[reportArgumentType]
+        nn.Module.to(model, torch.accelerator.current_accelerator())
     return model, tokenizer
 
 

@@ -29,7 +29,7 @@ from subspan.safety.sqsd.projection import (
 )
 from subspan.safety.sqsd.stream import Journal, Record, refuse_other_settings, row_hash, settings_hash
 from subspan.safety.sqsd.table import RiskTable, checked_format
-from subspan.safety.sqsd.tokens import Tokens, conversation, tokenise
+from subspan.safety.sqsd.tokens import Tokens, is_encoded, row_tokens
 from subspan.surgery import base_fingerprint, plain_layers, side_paths, undisturbed
 from subspan.surgery.answers import answer_batch, answer_logits, pad_token, target_losses
 from subspan.surgery.per_example import ExampleRecorder, LayerGradient
@@ -271,15 +271,16 @@ class SafetyRisk:
 
     def _row(self, row: Mapping[str, Any], number: int) -> _Row:
         source = None if row.get("source") is None else str(row["source"])
-        if _encoded(row):
-            targets = any(label >= 0 for label in row["labels"][1:])
-            found = Tokens(row["input_ids"], row["labels"], "" if targets else "no token of an answer")
-            return _Row(number, _digest(row), found, source)
-        if self.tokenizer is None:
-            raise ValueError("rows of text need the tokenizer of the model: SafetyRisk(..., tokenizer=...)")
-        messages = conversation(row, number, self.prompt, self.answer)
-        found = tokenise(self.tokenizer, messages, number, self.max_length, self.last_turn_only)
-        return _Row(number, _digest(row), found, source)
+        tokens = row_tokens(
+            row,
+            number,
+            self.tokenizer,
+            self.max_length,
+            last_turn_only=self.last_turn_only,
+            prompt=self.prompt,
+            answer=self.answer,
+        )
+        return _Row(number, _digest(row), tokens, source)
 
     def _score_batch(self, batch: Sequence[_Row], recorder: ExampleRecorder) -> tuple[list[Record], np.ndarray | None]:
         """Records of a batch, and what its rows add to the shares of the modules."""
@@ -364,12 +365,8 @@ class SafetyRisk:
         }
 
 
-def _encoded(row: Mapping[str, Any]) -> bool:
-    return "input_ids" in row and "labels" in row
-
-
 def _digest(row: Mapping[str, Any]) -> str:
-    return row_hash({k: row[k] for k in ("input_ids", "labels")} if _encoded(row) else row)
+    return row_hash({k: row[k] for k in ("input_ids", "labels")} if is_encoded(row) else row)
 
 
 def _record(row: _Row, found: Mapping[str, float], reason: str) -> Record:

@@ -24,6 +24,34 @@ class Tokens:
     reason: str = ""
 
 
+def row_tokens(
+    row: Mapping[str, Any],
+    number: int,
+    tokenizer: Any,
+    max_length: int = 1024,
+    *,
+    last_turn_only: bool = False,
+    prompt: str | None = None,
+    answer: str | None = None,
+) -> Tokens:
+    """Tokens of a row, or what it brings as ``input_ids`` and ``labels``; see ``conversation`` and ``tokenise``.
+
+    Raises:
+        DataError: as those two do.
+        ValueError: a row of text without a tokenizer.
+    """
+    if is_encoded(row):
+        targets = any(label != IGNORED for label in row["labels"][1:])
+        return Tokens(row["input_ids"], row["labels"], "" if targets else "no token of an answer")
+    if tokenizer is None:
+        raise ValueError("rows of text need the tokenizer of the model: give tokenizer=")
+    return tokenise(tokenizer, conversation(row, number, prompt, answer), number, max_length, last_turn_only)
+
+
+def is_encoded(row: Mapping[str, Any]) -> bool:
+    return "input_ids" in row and "labels" in row
+
+
 def conversation(row: Mapping[str, Any], number: int, prompt: str | None = None, answer: str | None = None) -> list:
     """The messages of a row: its column ``messages``, or a user's turn and an answer from two columns.
 

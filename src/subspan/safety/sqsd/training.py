@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from subspan.errors import DataError, NonFinite
 from subspan.linalg import LowRank
 from subspan.safety.sqsd.direction import Direction, fresh_state, on_device
-from subspan.safety.sqsd.tokens import Tokens, conversation, tokenise
+from subspan.safety.sqsd.tokens import Tokens, row_tokens
 from subspan.surgery import find_targets, plain_layers, side_paths, undisturbed
 from subspan.surgery.answers import Losses, answer_batch, answer_logits, pad_token, target_losses
 
@@ -42,11 +42,9 @@ def row_losses(model: nn.Module, tokenizer: Any, rows: Sequence[Tokens]) -> Loss
 def encoded_rows(
     tokenizer: Any, rows: Iterable[Mapping[str, Any]], max_length: int, answer: str | None = None
 ) -> list[Tokens]:
-    """Tokens of the rows that have an answer."""
-    found = [
-        tokenise(tokenizer, conversation(row, i, None if answer is None else "prompt", answer), i, max_length)
-        for i, row in enumerate(rows, 1)
-    ]
+    """Tokens of the rows that have an answer, in the column ``answer`` if it is named."""
+    prompt = None if answer is None else "prompt"
+    found = [row_tokens(row, i, tokenizer, max_length, prompt=prompt, answer=answer) for i, row in enumerate(rows, 1)]
     return [row for row in found if not row.reason]
 
 
@@ -73,7 +71,7 @@ def train_direction(
     Args:
         model: a causal language model, plain or peft.
         tokenizer: its tokenizer.
-        rows: conversations (see ``conversation``); for "dpo" rows with ``prompt``, ``chosen`` and ``rejected``.
+        rows: as ``SafetyRisk.score`` takes them; for "dpo" rows with ``prompt``, ``chosen`` and ``rejected``.
         objective: "sft" on the answers, or "dpo" on pairs, where the base is the same model without the factors.
         rank: r of the factors.
         alpha: the scaling is alpha / r.
