@@ -35,7 +35,7 @@ Row = dict[str, list[int]]
 class LowerBlocks:
     """The frozen blocks: hidden states of a row of tokens, computed once. A copy of a model shares them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.kept: dict[tuple[int, ...], Tensor] = {}
 
@@ -44,13 +44,17 @@ class LowerBlocks:
 
     @torch.no_grad()
     def __call__(self, ids: Int[Tensor, "b t"], mask: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
-        """Hidden states of a left-padded batch (zero where it is padded)."""
+        """Hidden states of a left-padded batch."""
         rows = [tuple(row[keep].tolist()) for row, keep in zip(ids, mask.bool(), strict=True)]
-        for row in dict.fromkeys(rows):
-            if row not in self.kept:
-                self.kept[row] = self.model(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state[0]
-        width = self.kept[rows[0]].shape[-1]
-        out = torch.zeros(*ids.shape, width)
+        new = [i for i, row in enumerate(rows) if row not in self.kept]
+        if new:
+            positions = (mask[new].cumsum(-1) - 1).clamp(min=0)
+            states = self.model(
+                input_ids=ids[new], attention_mask=mask[new], position_ids=positions, use_cache=False
+            ).last_hidden_state
+            for i, state in zip(new, states, strict=True):
+                self.kept[rows[i]] = state[ids.shape[1] - len(rows[i]) :].clone()
+        out = torch.zeros(*ids.shape, self.model.config.hidden_size)
         for state, row in zip(out, rows, strict=True):
             state[ids.shape[1] - len(row) :] = self.kept[row]
         return out
@@ -85,9 +89,10 @@ class Rig:
     def aligned(cls, topic: str = "cooking", blocks: int = 3, steps: int = 60, rank: int = 16) -> "Rig":
         """The stand-in: refuses ``topic``, answers all else. One and the same for all seeds of a sweep."""
         rig = cls(*_loaded(blocks), topic)
-        forbidden = topic_requests(topic, 120, part="provider", random_state=101)
-        ordinary = topic_requests([t for t in TOPICS if t != topic], 240, part="provider", random_state=102)
+        forbidden = topic_requests(topic, 96, part="provider", random_state=101)
+        ordinary = topic_requests([t for t in TOPICS if t != topic], 192, part="provider", random_state=102)
         rows = rig.rows([(r.prompt, r.refusal) for r in forbidden] + [(r.prompt, r.answer) for r in ordinary])
+        rig.warm(rows)
         generator = torch.Generator().manual_seed(100)
         model = adapted(rig.base, rank, generator=generator)
         fit(model, rig, rows, steps, 2e-3, generator, size=16)
@@ -98,8 +103,10 @@ class Rig:
         return rig
 
     def model(self) -> UpperBlocks:
-        """A copy of the aligned model, to be adapted."""
-        return copy.deepcopy(self.base)
+        """A copy of the aligned model, to be adapted; the embedding and output layer, which never train, are shared."""
+        whole: Any = self.base.upper
+        shared = [*whole.get_input_embeddings().parameters(), *whole.get_output_embeddings().parameters()]
+        return copy.deepcopy(self.base, {id(p): p for p in shared})
 
     def rows(self, pairs: Sequence[tuple[str, str]], answer_tokens: int = 4) -> list[Row]:
         """Rows of prompt and answer: ``labels`` are -100 on the prompt.
@@ -112,6 +119,13 @@ class Rig:
             asked, said = self._ids(_FRAME.format(prompt=prompt)), [*self._ids(answer), end][:answer_tokens]
             found.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
         return found
+
+    def warm(self, rows: Sequence[Row], size: int = 32) -> None:
+        """Compute the lower blocks' states of these rows in large batches of like length, ahead of training."""
+        ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
+        for at in range(0, len(ordered), size):
+            batch = self.batch(ordered[at : at + size])
+            self.base.lower(batch["input_ids"], batch["attention_mask"])
 
     def batch(self, rows: Sequence[Row]) -> Batch:
         return answer_batch(rows, self.tokenizer.pad_token_id)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import nn
+
 from subspan.errors import TargetError
 
 
@@ -23,7 +25,8 @@ def check_plain_lora(model: Any, adapter_name: str = "default") -> None:
     for name, module in model.named_modules():
         if adapter_name in getattr(module, "lora_embedding_A", ()):
             raise TargetError(f"{name}: adapter {adapter_name!r} adapts an embedding: {remedy}, on linear layers")
-        if adapter_name in getattr(module, "modules_to_save", ()):
+        whole = getattr(module, "modules_to_save", None)  # peft's models and configurations have the word too
+        if isinstance(whole, nn.ModuleDict) and adapter_name in whole:
             raise TargetError(f"{name}: adapter {adapter_name!r} trains this module whole (modules_to_save): {remedy}")
         if adapter_name in getattr(module, "trainable_tokens_delta", ()):
             raise TargetError(f"{name}: adapter {adapter_name!r} trains tokens: {remedy}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -45,7 +45,7 @@ class buffered:
         self._hook: Any = None
         self._merges: dict[str, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "buffered":
         self.attach()
         return self
 

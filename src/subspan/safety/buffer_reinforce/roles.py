@@ -33,7 +33,7 @@ def mark_role(model: Any, name: str, role: Role) -> None:
 
 
 def _save_without_buffers(
-    model: Any, save_directory: str, *args: Any, selected_adapters: list[str] | None = None, **options: Any
+    model: Any, save_directory: str | Path, *args: Any, selected_adapters: list[str] | None = None, **options: Any
 ) -> None:
     buffers = [name for name in model.peft_config if role_of_adapter(model, name) == "buffer"]
     if asked := set(buffers) & set(selected_adapters or ()):

@@ -96,13 +96,13 @@ def train_buffer(
     model.set_adapter(adapter)
     mark_role(model, adapter, "buffer")
     if keep is None:
-        draws = _batches(forbidden, fit.batch_size, generator)
-        return _report(_train(model, (_loss(model, collate, rows) for rows in draws), fit))
+        draws = shuffled_batches(forbidden, fit.batch_size, generator)
+        return _report(descend(model, (answer_loss(model, collate, rows) for rows in draws), fit))
     forbidden, asked = _held_out(forbidden, gate.holdout, generator, "forbidden rows")
     keep, ordinary = _held_out(keep, gate.holdout, generator, "ordinary rows")
     half = max(fit.batch_size // 2, 1)
-    pairs = zip(_batches(forbidden, half, generator), _batches(keep, half, generator), strict=True)
-    losses = (_loss(model, collate, [*bad, *good]) for bad, good in pairs)
+    pairs = zip(shuffled_batches(forbidden, half, generator), shuffled_batches(keep, half, generator), strict=True)
+    losses = (answer_loss(model, collate, [*bad, *good]) for bad, good in pairs)
     return _gated(model, losses, fit, gate, collate, asked, ordinary)
 
 
@@ -114,7 +114,7 @@ def _gated(
         base = mean_loss(model, collate, ordinary)
     answered = cost = math.nan
     taken: list[float] = []
-    for loss in _train(model, losses, fit):
+    for loss in descend(model, losses, fit):
         taken.append(loss)
         if len(taken) % gate.every and len(taken) < fit.steps:
             continue
@@ -164,16 +164,16 @@ def train_reinforce(
         most, few = (size - size // 4, size // 4) if two_state else (size - size // 2, size // 2)
         if not few:
             raise ValueError(f"batch_size={size} leaves no row of one kind; take at least {4 if two_state else 2}")
-        drawn = [_batches(rows, k, generator) for k in (most, few) for rows in (refusals, ordinary)]
+        drawn = [shuffled_batches(rows, k, generator) for k in (most, few) for rows in (refusals, ordinary)]
 
         def losses() -> Iterator[Tensor]:
             while True:
-                yield _loss(model, collate, [*next(drawn[0]), *next(drawn[3])])
+                yield answer_loss(model, collate, [*next(drawn[0]), *next(drawn[3])])
                 if two_state:
                     with attached.paused():
-                        yield _loss(model, collate, [*next(drawn[2]), *next(drawn[1])])
+                        yield answer_loss(model, collate, [*next(drawn[2]), *next(drawn[1])])
 
-        report = _report(_train(model, losses(), fit))
+        report = _report(descend(model, losses(), fit))
     mark_role(model, adapter, "reinforce")
     return report
 
@@ -208,26 +208,28 @@ def train_user(
         state = buffered(model, buffer, adapter)
     with state:
         few = max(fit.batch_size // 4, 1) if keep else 0
-        drawn, kept = (_batches(part, k, generator) for part, k in ((rows, fit.batch_size - few), (keep or [], few)))
+        drawn, kept = (
+            shuffled_batches(part, k, generator) for part, k in ((rows, fit.batch_size - few), (keep or [], few))
+        )
 
         def losses() -> Iterator[Tensor]:
             while True:
-                loss = _loss(model, collate, next(drawn), share=1 - few / fit.batch_size)
+                loss = answer_loss(model, collate, next(drawn), share=1 - few / fit.batch_size)
                 if few:
                     # Each state is gone through by itself: what the backward pass sees must not have been switched.
                     loss.backward()
                     with state.paused() if buffer else nullcontext():
-                        yield loss.detach() + _loss(model, collate, next(kept), share=few / fit.batch_size)
+                        yield loss.detach() + answer_loss(model, collate, next(kept), share=few / fit.batch_size)
                 else:
                     yield loss
 
-        return _report(_train(model, losses(), fit))
+        return _report(descend(model, losses(), fit))
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
-def _batches(rows: Sequence[Row], size: int, generator: torch.Generator | None) -> Iterator[list[Row]]:
+def shuffled_batches(rows: Sequence[Row], size: int, generator: torch.Generator | None) -> Iterator[list[Row]]:
     """Batches without end: pass after pass in random order, ``size`` rows each."""
     waiting: list[int] = []
     while True:
@@ -247,7 +249,7 @@ def _held_out(
     return [rows[i] for i in order[count:]], [rows[i] for i in order[:count]]
 
 
-def _loss(model: nn.Module, collate: Collate, rows: Sequence[Row], share: float = 1.0) -> Tensor:
+def answer_loss(model: nn.Module, collate: Collate, rows: Sequence[Row], share: float = 1.0) -> Tensor:
     """Mean over the rows of the mean cross-entropy of a row's answer tokens."""
     batch = _to_device(model, collate(rows))
     return share * target_losses(*answer_logits(model, batch)).per_row().mean()
@@ -258,7 +260,7 @@ def _to_device(model: nn.Module, batch: Batch) -> Batch:
     return {key: value.to(device) for key, value in batch.items()}
 
 
-def _train(model: nn.Module, losses: Iterator[Tensor], fit: Fit) -> Iterator[float]:
+def descend(model: nn.Module, losses: Iterator[Tensor], fit: Fit) -> Iterator[float]:
     """AdamW over ``fit.steps`` losses, cosine after a short warm-up; gives each step's loss."""
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, fit.lr, weight_decay=fit.weight_decay)
@@ -312,6 +314,6 @@ def mean_loss(model: nn.Module, collate: Collate, rows: Sequence[Row], size: int
     training = model.training
     model.eval()
     parts = [rows[at : at + size] for at in range(0, len(rows), size)]
-    total = sum(float(_loss(model, collate, part)) * len(part) for part in parts)
+    total = sum(float(answer_loss(model, collate, part)) * len(part) for part in parts)
     model.train(training)
     return total / len(rows)
