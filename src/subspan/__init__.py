@@ -18,6 +18,7 @@ __all__ = [
     "optim",
     "pages",
     "privacy",
+    "resize",
     "safety",
     "structure",
     "surgery",
