@@ -94,7 +94,7 @@ def test_vorticity_samples_of_one_seed_start_alike_at_every_size_and_have_the_co
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: DarcyGenerator(2), lambda: NavierStokesGenerator(23), lambda: NavierStokesGenerator(32, step=0.0)]
+    "make", [lambda: DarcyGenerator(3), lambda: NavierStokesGenerator(23), lambda: NavierStokesGenerator(32, step=0.0)]
 )
 def test_sizes_without_sense_are_refused(make) -> None:
     with pytest.raises(ValueError, match="needs size"):

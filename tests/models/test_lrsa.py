@@ -1,5 +1,6 @@
 """Section 4's checks T1 to T20 (T18 in tests/linalg/test_subspace.py), bad input, and a run that learns."""
 
+import shutil
 import subprocess
 import sys
 
@@ -201,6 +202,19 @@ def test_t5_padding_is_never_read(options, filling: float) -> None:
         got = made(wide[0], wide[1], mass=wide[2] if with_mass else None, valid=valid, **shapes[1])
         torch.testing.assert_close(got[:, place], expected, **EXACT)
         assert not got[~valid].any()
+
+
+@pytest.mark.parametrize("mixer", [None, FullAttention, PhysicsAttention])
+def test_t5_a_block_by_itself_reads_no_padding_either_way(mixer) -> None:
+    made = block(mixer=mixer(16, 4, generator=rng(0)).double() if mixer else None)
+    h, valid = normal(2, 9, 16), torch.arange(9).expand(2, -1) < torch.tensor([[5], [9]])
+    gradients = []
+    for filling in (0.0, torch.nan):
+        filled = h.masked_fill(~valid.unsqueeze(-1), filling).requires_grad_()
+        out = made(filled, valid=valid)[valid]
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), [filled, *made.parameters()])])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
 
 
 def test_t6_rank_per_head_is_at_most_m_and_of_the_sum_h_times_m_minus_1_plus_1() -> None:
@@ -460,7 +474,10 @@ def test_bad_arguments_are_refused_in_one_sentence() -> None:
         (ValueError, r"shape \(samples, points, 2\).* got \(2, 9, 1\)", lambda: shapes(made, f, f)),
         (ValueError, r"shape \(2, 9, 1\), got \(2, 9, 2\)", lambda: shapes(made, x, x)),
         (ValueError, "holds 10 points, not 9", lambda: made(x, f, grid_shape=(2, 5))),
+        (ValueError, "holds 9 points", lambda: made(x, f, grid_shape=(-3, -3))),
         (ValueError, "no grid of shape None", lambda: operator(point="conv")(x, f)),
+        (ValueError, "ffn_ratio=0.01 leaves", lambda: operator(ffn_ratio=0.01)),
+        (ValueError, "ffn_ratio=-1.0 leaves", lambda: operator(point="conv", ffn_ratio=-1.0)),
         (ValueError, "mass must be positive.*sample 1 at point 2", lambda: made(x, f, mass=zero)),
         (ValueError, "mass must be positive", lambda: made(x, f, mass=ones * torch.nan)),
         (ValueError, "mass needs one entry per point", lambda: shapes(made, x, f, mass=ones[:, :5])),
@@ -542,7 +559,7 @@ def test_autocast_trains_with_masks_and_masses(dtype) -> None:
 
 PLAIN = """
 import torch
-from subspan.models import LRSAAttention, LRSABlock, LRSAOperator
+from subspan.models import LRSAAttention, LRSABlock, LRSAOperator, relative_l2
 model = LRSAOperator(2, 1, 1, 16, 1, 2, 4, rotary=(-5.0, 3.0), generator=torch.Generator().manual_seed(0))
 compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="eager")
 for n in (20, 33):
@@ -557,6 +574,13 @@ grid = LRSAOperator(2, 1, 1, 16, 1, 2, 4, point="conv", time=True)
 x, f, more = torch.rand(2, 20, 2), torch.rand(2, 20, 1), dict(grid_shape=(4, 5), t=torch.rand(2))
 exported = torch.export.export(grid, (x, f), more)
 torch.testing.assert_close(exported.module()(x, f, **more), grid(x, f, **more))
+for wrong in (torch.rand(2, 20), torch.rand(2, 1, 1)):
+    try:
+        relative_l2(f, wrong)
+    except ValueError as error:
+        assert "must be the same" in str(error)
+    else:
+        raise AssertionError(wrong.shape)
 for wrong in (dict(point="grid"), dict(norm="batch"), dict(latent_attention="mlp")):
     try:
         LRSABlock(16, 4, **wrong)
@@ -572,6 +596,29 @@ print("done")
 def test_without_the_shape_checker_it_compiles_in_one_graph_for_any_number_of_points_exports_and_refuses() -> None:
     # a process of its own: the checker that this test run installs would break the graph and catch the wrong words
     ran = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)
+    assert ran.stdout.strip() == "done", ran.stderr
+
+
+GRID = """
+import torch
+from subspan.models.lrsa.operator import GridFeedForward
+part = GridFeedForward(4, generator=torch.Generator().manual_seed(0))
+compiled = torch.compile(part, dynamic=True, fullgraph=True)
+for shape in ((4, 5), (3, 7)):
+    found = []
+    for run in (part, compiled):
+        x = torch.linspace(-1, 1, shape[0] * shape[1] * 4).view(1, -1, 4).requires_grad_()
+        run(x, shape).square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's default compiler needs c++")
+def test_the_point_update_on_grids_of_any_size_trains_under_the_default_compiler() -> None:
+    ran = subprocess.run([sys.executable, "-c", GRID], capture_output=True, text=True)
     assert ran.stdout.strip() == "done", ran.stderr
 
 
@@ -685,6 +732,7 @@ def test_diagnosis_sees_dead_latents_and_the_rank_of_what_is_mixed() -> None:
     (layer,) = diagnose(made, x, f, valid=torch.arange(40).expand(2, -1) < torch.tensor([[20], [40]]))
     assert (layer.rank, layer.dead) == (1, 1)
     assert layer.entropy == pytest.approx(1)
+    assert len(diagnose(operator(point="conv"), x, f, grid_shape=(5, 8))) == 2
     with pytest.raises(TypeError, match="PhysicsAttention"):
         diagnose(operator(mixer=lambda depth: PhysicsAttention(16, 4)), x, f)
 

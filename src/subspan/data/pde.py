@@ -37,8 +37,8 @@ class DarcyGenerator:
     """
 
     def __init__(self, size: int = 21, random_state: int | Generator | None = None, modes: int = 21) -> None:
-        if size < 3 or modes < 2:
-            raise ValueError(f"needs size >= 3 and modes >= 2, got size={size} and modes={modes}")
+        if size < 4 or modes < 2:  # one inner node has no neighbours to solve for
+            raise ValueError(f"needs size >= 4 and modes >= 2, got size={size} and modes={modes}")
         self.size, self.modes = size, modes
         self.random = np.random.default_rng(random_state)
 

@@ -65,6 +65,13 @@ def width_of_head(d: int, heads: int) -> int:
     return d // heads
 
 
+def hidden_width(d: int, ratio: float) -> int:
+    """ratio d, rounded. Raises ``ValueError`` where nothing is left."""
+    if not round(ratio * d) >= 1:
+        raise ValueError(f"ffn_ratio={ratio} leaves a feed-forward part of width d={d} without hidden units")
+    return round(ratio * d)
+
+
 class FeedForward(nn.Module):
     """W2 gelu(W1 x + b1) + b2 with ratio d hidden units, or W2 (gelu(Wg x) * (W1 x)) when ``gated``.
 
@@ -81,7 +88,9 @@ class FeedForward(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        hidden = 16 * math.ceil(ratio * d / 16) if gated else round(ratio * d)
+        hidden = hidden_width(d, ratio)
+        if gated:
+            hidden = 16 * math.ceil(hidden / 16)
         self.up = linear(d, hidden, generator=generator)
         self.gate = linear(d, hidden, generator=generator) if gated else None
         self.out = linear(hidden, d, depth=depth, generator=generator)

@@ -29,7 +29,7 @@ def check_arguments(
     for name, value in (("mass", mass), ("valid", valid)):
         if value is not None and value.shape != x.shape[:2]:
             raise ValueError(f"{name} needs one entry per point, {_size(x[..., 0])}, got {_size(value)}")
-    if grid_shape is not None and math.prod(grid_shape) != x.shape[1]:
+    if grid_shape is not None and (min(grid_shape) < 1 or math.prod(grid_shape) != x.shape[1]):
         raise ValueError(f"a grid of shape {tuple(grid_shape)} holds {math.prod(grid_shape)} points, not {x.shape[1]}")
     if query_x is not None:
         _points("query_x", query_x, model.coord_dim)

@@ -22,6 +22,8 @@ def relative_l2(
 
     Give fields in their own units: standardised ones have another norm. A true field of zeros gives infinity or NaN.
     """
+    if pred.shape != true.shape:  # broadcasting would find an error of its own
+        raise ValueError(f"pred has shape {tuple(pred.shape)} and true {tuple(true.shape)}: they must be the same")
     dtype = torch.promote_types(true.dtype, torch.float32)
     weight = torch.ones(true.shape[:2], dtype=dtype, device=true.device) if mass is None else mass.to(dtype)
     weight = relative_mass(weight, valid).unsqueeze(-1)
@@ -83,17 +85,23 @@ class LayerDiagnosis(NamedTuple):
 
 @torch.no_grad()
 def diagnose(
-    model: LRSAOperator, x: Float[Tensor, "b n p"], f: Float[Tensor, "b n c"] | None = None, **more: Tensor | None
+    model: LRSAOperator,
+    x: Float[Tensor, "b n p"],
+    f: Float[Tensor, "b n c"] | None = None,
+    *,
+    mass: Float[Tensor, "b n"] | None = None,
+    valid: Bool[Tensor, "b n"] | None = None,
+    grid_shape: tuple[int, int] | None = None,
+    t: Float[Tensor, " b"] | None = None,
 ) -> list[LayerDiagnosis]:
     """Look at every block of an operator on data: is M, the one number that its user must choose, too large or small?
 
-    ``more`` are mass, valid and t of the operator's forward. When ranks are near M, try more latents; when latents are
-    dead, fewer do.
+    The arguments are those of the operator's forward. When ranks are near M, try more latents; when latents are dead,
+    fewer do.
     """
-    valid = more.get("valid")
-    points = {"mass": more.get("mass"), "valid": valid, "pos": zero_invalid(x, valid)}
+    points = {"mass": mass, "valid": valid, "pos": zero_invalid(x, valid)}
     count = torch.full((len(x),), x.shape[1], device=x.device) if valid is None else valid.sum(-1)
-    h = model.embed(x, f, valid=valid, t=more.get("t"))
+    h = model.embed(x, f, valid=valid, t=t)
     found = []
     for block in model.blocks:
         if not isinstance(block, LRSABlock) or not isinstance(block.mixer, LRSAAttention):
@@ -109,5 +117,5 @@ def diagnose(
                 (entropy > 0.99).all(1).double().mean().item(),
             )
         )
-        h = block(h, **points)
+        h = block(h, **points, grid_shape=grid_shape)
     return found

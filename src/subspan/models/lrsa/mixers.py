@@ -141,7 +141,7 @@ class LRSAAttention(nn.Module):
         Args:
             h: normalised point features.
             mass: positive weights of the points, such as cell areas: a point of mass k counts as k equal points.
-            valid: False for padding, which nobody reads and which gets zero.
+            valid: False for padding, which nobody reads and which gets zero; its features must be finite here.
             grid_shape: not used: points need no order.
             pos: coordinates, for rotary only.
             keys: only the first ``keys`` points are read; the others are answered.

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint as recompute
 
 from subspan.errors import MissingExtra
-from subspan.models.lrsa.attention import FeedForward, LayerNorm, NormKind, linear, make_norm
+from subspan.models.lrsa.attention import FeedForward, LayerNorm, NormKind, hidden_width, linear, make_norm
 from subspan.models.lrsa.checks import check_arguments, check_values
 from subspan.models.lrsa.mixers import LRSAAttention, zero_invalid
 
@@ -26,7 +26,7 @@ class GridFeedForward(nn.Module):
 
     def __init__(self, d: int, ratio: float = 1.0, *, depth: int = 0, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        hidden = round(ratio * d)
+        hidden = hidden_width(d, ratio)
         self.conv = nn.Conv2d(d, d, 3, padding=1)
         for parameter in self.conv.parameters():  # torch's own law, drawn from the generator
             nn.init.uniform_(parameter, -((9 * d) ** -0.5), (9 * d) ** -0.5, generator=generator)
@@ -35,9 +35,10 @@ class GridFeedForward(nn.Module):
         self.out = linear(hidden, d, depth=depth, generator=generator)
 
     def forward(self, x: Float[Tensor, "b n d"], grid_shape: tuple[int, int] | None) -> Float[Tensor, "b n d"]:
-        if grid_shape is None or math.prod(grid_shape) != x.shape[1]:
+        if grid_shape is None or len(grid_shape) != 2 or math.prod(grid_shape) != x.shape[1]:
             raise ValueError(f"{x.shape[1]} points are no grid of shape {grid_shape}: pass grid_shape=(rows, columns)")
-        image = x.mT.unflatten(2, grid_shape)
+        # in one piece: torch 2.13's compiler cannot keep a view for the backward pass whose strides are unknown
+        image = x.mT.unflatten(2, grid_shape).contiguous()
         return self.out(gelu(self.up(self.norm(self.conv(image).flatten(2).mT))))
 
 
@@ -104,6 +105,7 @@ class LRSABlock(nn.Module):
         keys: int | None = None,
     ) -> Float[Tensor, "b n d"]:
         """New point features; see ``LRSAAttention`` for the arguments. Padding is never read; its rows mean nothing."""
+        h = zero_invalid(h, valid)  # also a weight of zero would hand on a NaN, forwards and backwards
         h = h + self.mixer(self.norm(h), mass=mass, valid=valid, grid_shape=grid_shape, pos=pos, keys=keys)  # 1 - 6
         x = self.point_norm(h)
         if isinstance(self.point, FeedForward):
