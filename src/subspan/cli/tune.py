@@ -110,6 +110,10 @@ def tune(
     if as_json:
         print(json.dumps(summary))
         return
+    if "continual" in summary:
+        from subspan.tune.continual import lines
+
+        print("\n".join(lines(summary["continual"])))
     for name, value in summary["after"].items():
         print(f"{name}: {summary['before'][name]:.4f} before, {value:.4f} after")
     kind = "adapter" if resolved.adapter else "model"

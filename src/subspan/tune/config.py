@@ -12,6 +12,7 @@ from subspan.tune.sections import (
     DATA_INITS,
     ZEROTH,
     Adapter,
+    Continual,
     Data,
     FisherOptions,
     Objective,
@@ -29,6 +30,7 @@ class Config(Section):
 
     model: str = Field(description='"asset:..." name, local folder or hub name')
     task: Literal["classification", "causal-lm"] = "classification"
+    continual: Continual | None = Field(None, description="several data sets in turn, in place of data")
     data: Data
     prompt: str = Field("{text}", description="causal-lm: the user's message; {text} is the row's text")
     system: str | None = Field(None, description="causal-lm: the system message (default: the chat template's own)")
@@ -66,6 +68,18 @@ class Config(Section):
         """``privacy: prism`` is short for ``privacy: {method: prism}``, ``objective: zero-one`` for its ``loss``."""
         return {_SHORT[info.field_name]: value} if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _first_task_is_the_data(cls, values: Any) -> Any:
+        """Under ``continual`` the first task stands in ``data``, by which one run's rows are known everywhere else."""
+        stream = values.get("continual") if isinstance(values, dict) else None
+        tasks = stream.get("tasks") if isinstance(stream, dict) else None
+        if not (isinstance(tasks, list) and tasks and isinstance(tasks[0], dict)):
+            return values
+        if "data" in values:
+            raise ValueError("continual.tasks say where the rows come from; leave out data")
+        return values | {"data": {"source": "", **{k: v for k, v in tasks[0].items() if k in Data.model_fields}}}
+
     @model_validator(mode="after")
     def _sensible(self) -> "Config":
         if self.task == "causal-lm" and "{text}" not in self.prompt:
@@ -79,6 +93,8 @@ class Config(Section):
         private = self.privacy
         if self.objective is not None:
             self._trains_an_objective(self.objective.loss)
+        if self.continual is not None:
+            self._learns_in_turn(self.continual)
         if self.optimizer in ZEROTH:
             if private is not None:
                 raise ValueError(
@@ -121,6 +137,47 @@ class Config(Section):
             raise ValueError("dora has magnitudes outside the factor pairs, which the private step does not cover")
         return self
 
+    def _learns_in_turn(self, stream: Continual) -> None:
+        memory = stream.method == "moram"
+        if self.adapter is None:
+            raise ValueError("continual trains an adapter, and adapter: null asks for none")
+        if self.privacy is not None:
+            raise ValueError(
+                f"privacy.method: {self.privacy.method} clips and noises LoRA's factor pairs, and a memory has none; "
+                "leave out privacy, or train one data set with it"
+                if memory
+                else "privacy keeps one budget for one data set, and continual trains several in turn; leave out one"
+            )
+        if self.init != "default":
+            raise ValueError(
+                f"init: {self.init} starts one LoRA from one look at the base, and "
+                + ("the atoms of a memory start empty" if memory else "a stream goes on from its last task")
+                + "; leave init at default"
+            )
+        if self.objective is not None:
+            raise ValueError(
+                f"objective: {self.objective.loss} scores one set of labels, and each task of continual has its own; "
+                "leave out objective or continual"
+            )
+        if memory and self.optimizer != "adamw":
+            reason = (
+                "never sees a gradient, and which atoms a token reads jumps as the weights are perturbed"
+                if self.optimizer in ZEROTH
+                else "moves all directions of a matrix equally far, and the atoms of a memory are vectors of their own"
+            )
+            raise ValueError(f"optimizer: {self.optimizer} {reason}; use adamw, or method: lora")
+        for option in ("dora", "rslora"):
+            if memory and getattr(self.adapter, option):
+                raise ValueError(f"adapter.{option} is a form of LoRA, and method: moram trains no LoRA; leave it out")
+        for task in stream.tasks:
+            if task.prompt is not None and self.task == "classification":
+                raise ValueError(f"task {task.name!r}: a classifier reads the text alone: leave out prompt")
+            if task.prompt is not None and "{text}" not in task.prompt:
+                raise ValueError(f"task {task.name!r}: prompt must contain {{text}}, the place where a row's text goes")
+        if memory and "alpha" not in self.adapter.model_fields_set:
+            # a memory's atoms have scale 1 unless told otherwise
+            self.adapter = self.adapter.model_copy(update={"alpha": float(self.adapter.r)})
+
     def _trains_an_objective(self, name: str) -> None:
         if self.task != "classification":
             raise ValueError(
@@ -146,7 +203,7 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         model: Any = Config
         for part in where[:-1]:
-            model = _section(model.model_fields[part].annotation)
+            model = model if part.isdigit() else _section(model.model_fields[part].annotation)
         prefix = ".".join(where[:-1])
         return nearest(where[-1], list(model.model_fields), f"key in {prefix}:" if prefix else "key")
     message = first["msg"].removeprefix("Value error, ")
@@ -229,4 +286,5 @@ def _assign(values: dict[str, Any], parts: list[str], value: Any, key: str) -> N
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    values = config.model_dump(mode="json", exclude={"data"} if config.continual else None)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

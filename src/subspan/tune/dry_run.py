@@ -13,6 +13,8 @@ def plan(config: Config) -> dict[str, Any]:
     from subspan.tune.loading import load_model, load_task
     from subspan.tune.recipe import check_fit, checked_targets, parameter_counts, quiet
 
+    if config.continual:
+        return _plan_stream(config)
     with quiet():
         task, rows = load_task(config)
         base = load_model(config, rows.labels, meta=True)
@@ -49,4 +51,30 @@ def plan(config: Config) -> dict[str, Any]:
         from subspan.tune.parts.private import noise
 
         facts |= noise(config, len(rows.train))
+    return facts
+
+
+def _plan_stream(config: Config) -> dict[str, Any]:
+    """The whole stream: its tasks' plans joined, and for a memory what it will hold at the end."""
+    from subspan.tune.continual import load_tasks, task_configs
+    from subspan.tune.loading import load_model
+    from subspan.tune.recipe import check_fit, checked_targets, quiet
+
+    stream, wanted = config.continual, config.adapter
+    assert stream is not None
+    assert wanted is not None
+    configs = task_configs(config)
+    with quiet():
+        tasks, labels = load_tasks(configs)
+        base = load_model(config, labels, meta=True)
+    for own, (task, rows) in zip(configs, tasks, strict=True):
+        check_fit(own, task, rows, base)
+    plans = [plan(own) for own in configs]
+    joined = {k: sum(p[k] for p in plans) for k in ("train_rows", "validation_rows", "test_rows", "steps")}
+    facts = {"tasks": len(plans), **plans[0], **joined, "memory_gib": max(p["memory_gib"] for p in plans)}
+    for only_one in ("epochs", "mean_tokens"):
+        facts.pop(only_one)
+    if stream.method == "moram":
+        sides = [base.get_submodule(name).weight.shape for name in checked_targets(base, wanted)]  # pyright: ignore
+        facts["stored"] = len(plans) * sum(wanted.r * (int(sum(shape)) + 1) for shape in sides)
     return facts

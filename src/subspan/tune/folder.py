@@ -52,6 +52,16 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def tasks(self) -> Path:
+        """A folder for each task of a stream, with its curves and what was saved after it."""
+        return self.path / "tasks"
+
+    @property
+    def stream(self) -> Path:
+        """The scores of all tasks after each that is finished."""
+        return self.path / "stream.json"
+
+    @property
     def identity(self) -> Path:
         """Digests of the rows and of the base model that the run began with."""
         return self.path / "identity.json"
@@ -110,9 +120,18 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for item in ("checkpoints", "adapter", "model", "twin", "logs"):
+        for item in ("checkpoints", "adapter", "model", "twin", "tasks", "logs"):
             shutil.rmtree(self.path / item, ignore_errors=True)
-        for file in (self.metrics, self.start, self.before, self.summary, self.report, self.identity, self.config):
+        for file in (
+            self.metrics,
+            self.start,
+            self.before,
+            self.stream,
+            self.summary,
+            self.report,
+            self.identity,
+            self.config,
+        ):
             file.unlink(missing_ok=True)
 
     def finished(self) -> dict[str, Any] | None:

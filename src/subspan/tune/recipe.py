@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from subspan.tune.part import Part, Run
 from subspan.tune.parts import assemble
 from subspan.tune.sections import ZEROTH, Adapter
 from subspan.tune.tasks import CausalLM, Classification, Row
+
+if TYPE_CHECKING:
+    from subspan.tune.trainer import Journal
 
 
 @runtime_checkable
@@ -89,7 +92,12 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         return done
     began = time.perf_counter()
     with quiet():
-        summary = _train(config, folder, display, fresh, started)
+        if config.continual:
+            from subspan.tune.continual import train_stream
+
+            summary = train_stream(config, folder, display, fresh)
+        else:
+            summary = _train(config, folder, display, fresh, started)
     summary["seconds"] = round(time.perf_counter() - began, 1)
     private = config.privacy
     if private is not None and private.twin:
@@ -100,7 +108,10 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         twin_summary = tune(twin, fresh=fresh, display=display)
         summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
     if processes.is_main_process:
-        from subspan.tune.report import write_report
+        if config.continual:
+            from subspan.tune.stream_report import write_stream_report as write_report
+        else:
+            from subspan.tune.report import write_report
 
         write_report(folder, config, summary)
         folder.finish(summary)
@@ -120,7 +131,7 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
     from accelerate import PartialState
     from transformers import set_seed
 
-    from subspan.tune.trainer import Journal, TuneTrainer, latest_checkpoint
+    from subspan.tune.trainer import Journal, latest_checkpoint
 
     display.say(f"reading {config.data.source}")
     task, rows = load_task(config)
@@ -167,15 +178,7 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
         before = json.loads(folder.before.read_text(encoding="utf-8"))
         journal.rewind(int(last.name.rsplit("-", 1)[1]))
         display.say(f"continuing from {last.name}")
-    set_seed(config.seed)
-    trainer = TuneTrainer(run, parts, args=training_arguments(config), callbacks=[journal])
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
-
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.train(resume_from_checkpoint=str(last) if last else None)
-    for part in parts:
-        part.finish(run)
+    fit(run, parts, journal, last)
     display.say(f"scoring {len(rows.test)} held-out rows after training")
     after = evaluate(rows.test)
     journal.write({"step": config.max_steps, **{f"test_{k}": v for k, v in after.items()}})
@@ -194,6 +197,22 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
         "facts": run.facts,
         "layers": layer_table(factor_pairs(model), run.shift) if config.adapter else [],
     }
+
+
+def fit(run: Run, parts: Sequence[Part], journal: "Journal", last: Path | None) -> None:
+    """Train ``run.model`` for the configured steps, or for those that are left after the checkpoint ``last``."""
+    from transformers import set_seed
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from subspan.tune.trainer import TuneTrainer
+
+    set_seed(run.config.seed)
+    trainer = TuneTrainer(run, parts, args=training_arguments(run.config), callbacks=[journal])
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.train(resume_from_checkpoint=str(last) if last else None)
+    for part in parts:
+        part.finish(run)
 
 
 def prepare(run: Run, parts: Sequence[Part], folder: RunFolder) -> None:

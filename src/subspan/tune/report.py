@@ -54,11 +54,11 @@ def write_report(folder: RunFolder, config: Config, summary: Mapping[str, Any]) 
         _outcome(config, summary),
         _learning(records),
         *_privacy(summary),
-        *([_update(summary["layers"])] if summary["layers"] else []),
-        _trained(summary),
-        _reload(config, folder, summary),
+        *([update(summary["layers"])] if summary["layers"] else []),
+        trained(summary),
+        reload(config, folder, summary),
         Section("Configuration", [Code(dump(config))]),
-        *([_layers(summary["layers"])] if summary["layers"] else []),
+        *([layers(summary["layers"])] if summary["layers"] else []),
     ]
     lead = f"{config.model} on {config.data.source}: {config.max_steps} steps, {summary['seconds']:.0f} s."
     Page(f"subspan tune: {config.output.name}", sections, lead).write(folder.report)
@@ -125,7 +125,7 @@ def _privacy(summary: Mapping[str, Any]) -> list[Section]:
     return [Section("Privacy", [Table(["quantity", "value"], [[k, v] for k, v in facts.items()]), Text(words)])]
 
 
-def _update(layers: Sequence[Mapping[str, Any]]) -> Section:
+def update(layers: Sequence[Mapping[str, Any]]) -> Section:
     roles = sorted({row["role"] for row in layers})
     by_role = {role: [row for row in layers if row["role"] == role] for role in roles}
     depth = {role: min(len(row["singular_values"]) for row in rows) for role, rows in by_role.items()}
@@ -148,7 +148,7 @@ def _update(layers: Sequence[Mapping[str, Any]]) -> Section:
     return Section("The learned update", blocks)
 
 
-def _layers(layers: Sequence[Mapping[str, Any]]) -> Section:
+def layers(layers: Sequence[Mapping[str, Any]]) -> Section:
     columns = ["layer", "shape", "r", "update / weight", "effective rank", "stable rank"]
     table = [
         [
@@ -168,7 +168,7 @@ def _layers(layers: Sequence[Mapping[str, Any]]) -> Section:
     return Section("Layer by layer", [Table(columns, table, caption)])
 
 
-def _trained(summary: Mapping[str, Any]) -> Section:
+def trained(summary: Mapping[str, Any]) -> Section:
     rows = [
         [part, name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else value]
         for part, facts in summary["facts"].items()
@@ -178,7 +178,7 @@ def _trained(summary: Mapping[str, Any]) -> Section:
     return Section("What was trained", [Table(["part", "quantity", "value"], rows)])
 
 
-def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Section:
+def reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Section:
     source = model_source(config.model)
     home, kind, options = "transformers", "AutoModelForCausalLM", "gguf_file=source.gguf_file"
     if config.task == "classification":
@@ -201,19 +201,27 @@ def _reload(config: Config, folder: RunFolder, summary: Mapping[str, Any]) -> Se
                 "The adapter is an ordinary peft LoRA for the unmodified encoder with a linear head on its mean token."
             )
         words += " check_base raises if the base is not the one the adapter was made for."
+        first, check = "from peft import PeftModel", "from subspan.surgery import check_base"
+        kept = repr(str(folder.adapter))
+        last = f"check_base(base, {kept})\nmodel = PeftModel.from_pretrained(base, {kept})"
+        if config.continual and config.continual.method == "moram":
+            words = (
+                "The adapter is a memory for the unmodified base model, which load_moram makes sure of. It cannot be "
+                "merged: what a token reads depends on the token."
+            )
+            first, check = "from subspan.adapters import load_moram", ""
+            last = f"model = load_moram(base, {kept}).eval()"
         code = (
-            "from peft import PeftModel\n"
+            f"{first}\n"
             "from transformers import AutoTokenizer\n"
             f"from {home} import {kind}\n"
             "from subspan.data import model_source\n"
-            "from subspan.surgery import check_base\n\n"
-            f"source = model_source({config.model!r})\n"
+            + (f"{check}\n\n" if check else "\n")
+            + f"source = model_source({config.model!r})\n"
             "tokenizer = AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)\n"
-            f"base = {kind}.from_pretrained(source.path, {options})\n"
-            f"check_base(base, {str(folder.adapter)!r})\n"
-            f"model = PeftModel.from_pretrained(base, {str(folder.adapter)!r})"
+            f"base = {kind}.from_pretrained(source.path, {options})\n" + last
         )
-    if config.task == "causal-lm":
+    if config.task == "causal-lm" and not config.continual:
         words += (
             f" It was trained on this user message, through the chat template where there is one: {config.prompt!r}"
         )

@@ -120,3 +120,36 @@ class Privacy(Section):
         None, description="only to repeat a test: whoever knows this seed can subtract the noise"
     )
     twin: bool = Field(True, description="also train without privacy and report its accuracy beside")
+
+
+class StreamTask(Data):
+    """One task of ``continual:``: where its rows come from, as in ``data``, and what is its own."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$", description="what the tables call it (letters, digits, . _ -)")]
+    prompt: str | None = Field(None, description="causal-lm: this task's message (default: the run's)")
+    max_steps: PositiveInt | None = Field(None, description="this task's steps (default: the run's)")
+
+
+class Continual(Section):
+    """Data sets learned one after the other, in place of ``data``; see subspan.adapters.MoRAMConfig."""
+
+    method: Literal["moram", "lora"] = Field("moram", description="a memory that grows, or one LoRA trained on and on")
+    tasks: list[StreamTask]
+    top_k: PositiveInt | None = Field(None, description="moram: atoms a token reads (default: adapter.r)")
+    temperature: Positive = Field(0.05, description="moram: of the softmax over scores")
+    threshold: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.2, description="moram: score below which an atom is silent"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Continual":
+        names = [task.name for task in self.tasks]
+        if len(names) < 2:
+            raise ValueError(f"a stream has at least two tasks, this one has {len(names)}; for one use data")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two tasks are called {twice[0]!r}")
+        given = self.model_fields_set & {"top_k", "temperature", "threshold"}
+        defaults = {name: type(self).model_fields[name].default for name in given}
+        if self.method == "lora" and (odd := sorted(n for n in given if getattr(self, n) != defaults[n])):
+            raise ValueError(f"{odd[0]} says how a memory is read; leave it out, or use method: moram")
+        return self

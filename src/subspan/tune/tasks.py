@@ -56,11 +56,15 @@ def trimmed(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Classification:
-    """A sequence classifier: one label per row, read from a pooled position."""
+    """A sequence classifier: one label per row, read from a pooled position.
+
+    ``among`` are the labels (by number) that these rows can have at all; the others' logits are minus infinity.
+    """
 
     labels: Sequence[str]
     tokenizer: Any
     max_length: int
+    among: Sequence[int] | None = None
     loss_shifts: bool = field(default=False, init=False)
     peft_task: str = field(default="SEQ_CLS", init=False)
 
@@ -85,7 +89,12 @@ class Classification:
         return Scored(Losses(total, torch.ones_like(total)), logits.argmax(-1) == batch["labels"])
 
     def logits(self, model: nn.Module, batch: Batch) -> Float[Tensor, "b labels"]:
-        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        if self.among is None:
+            return logits
+        barred = torch.ones(len(self.labels), dtype=torch.bool, device=logits.device)
+        barred[list(self.among)] = False
+        return logits.masked_fill(barred, -torch.inf)
 
 
 @dataclass(frozen=True)

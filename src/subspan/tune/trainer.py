@@ -180,6 +180,22 @@ class TuneTrainer(Trainer):
                 part.load(Path(checkpoint))
 
 
+    # A memory is saved and read by itself: the base model around it is not ours to write.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        memory = getattr(self.model, "moram", None)
+        if memory is None:
+            super()._save(output_dir, state_dict)
+        elif output_dir is not None and self.args.should_save:
+            memory.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        memory = getattr(self.model, "moram", None)
+        if memory is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            memory.load(resume_from_checkpoint)
+
 def _settle(folder: Path) -> None:
     """Have the disk hold a folder's files before its rename makes them count."""
     for path in (*folder.rglob("*"), folder):
