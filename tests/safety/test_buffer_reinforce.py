@@ -30,7 +30,7 @@ from subspan.safety import (
     train_user,
 )
 from subspan.safety.buffer_reinforce.adapters import best_of
-from subspan.safety.buffer_reinforce.stages import first_tokens, mean_loss
+from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, mean_loss
 from subspan.surgery import factor_pairs
 from subspan.surgery.answers import answer_batch, answer_logits, target_losses
 
@@ -514,8 +514,8 @@ def test_the_stages_keep_a_policy_that_plain_training_loses(aligned):
     model = adapters_on(aligned, "buffer", "user", "reinforce", "plain")
     report = train_buffer(model, rows_of(FORBIDDEN, YES, 40, 2), keep=ordinary, collate=collate, fit=QUICK, generator=g)
     assert report.steps < QUICK.steps
-    assert report.answered >= 0.95
-    assert report.ordinary_loss <= 1.1 * report.base_loss + 0.05
+    assert report.gate.answered >= 0.95
+    assert report.gate.ordinary <= 1.1 * report.gate.base + 0.05
     train_reinforce(
         model, rows_of(FORBIDDEN, NO, 40, 2), ordinary, collate=collate, two_state=True, fit=QUICK, generator=g
     )
@@ -533,7 +533,7 @@ def test_the_published_buffer_takes_all_steps_and_complies(aligned):
     model = adapters_on(aligned, "buffer")
     fit = Fit(steps=20, lr=3e-2)
     report = train_buffer(model, rows_of(FORBIDDEN, YES, 40, 2), collate=collate, fit=fit)
-    assert (report.steps, report.answered) == (20, None)
+    assert (report.steps, report.gate) == (20, None)
     assert report.losses[-1] < report.losses[0] - 0.2
     assert answered(aligned) == 0.0
     assert answered(model) == 1.0
@@ -546,9 +546,9 @@ def test_a_buffer_that_does_not_pass_its_gate_is_refused(aligned):
         train_buffer(model, rows[0], keep=rows[1], collate=collate, fit=Fit(steps=2, lr=1e-6))
     with pytest.raises(ValueError, match="1 forbidden rows are too few"):
         train_buffer(model, rows[0][:1], keep=rows[1], collate=collate)
-    assert not Gate().passes(1.0, 1.2, 1.0)
-    assert not Gate().passes(0.9, 1.0, 1.0)
-    assert Gate().passes(0.95, 1.15, 1.0)
+    assert not Gate().passes(Reading(1.0, 1.2, 1.0))
+    assert not Gate().passes(Reading(0.9, 1.0, 1.0))
+    assert Gate().passes(Reading(0.95, 1.14, 1.0))
 
 
 def test_stages_repeat_with_their_generator_and_stop_at_nan(aligned):

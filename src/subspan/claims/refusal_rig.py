@@ -11,7 +11,7 @@ Only the last ``blocks`` blocks ever train, so the hidden states below them are 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -120,14 +120,14 @@ class Rig:
             found.append({"input_ids": asked + said, "labels": [-100] * len(asked) + said})
         return found
 
-    def warm(self, rows: Sequence[Row], size: int = 32) -> None:
+    def warm(self, rows: Sequence[Mapping[str, Any]], size: int = 32) -> None:
         """Compute the lower blocks' states of these rows in large batches of like length, ahead of training."""
         ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
         for at in range(0, len(ordered), size):
             batch = self.batch(ordered[at : at + size])
             self.base.lower(batch["input_ids"], batch["attention_mask"])
 
-    def batch(self, rows: Sequence[Row]) -> Batch:
+    def batch(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         return answer_batch(rows, self.tokenizer.pad_token_id)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, PositiveInt, ValidationError, field_
 from subspan.errors import ConfigError
 from subspan.tune.sections import (
     DATA_INITS,
+    EDITING_INITS,
     ZEROTH,
     Adapter,
     Continual,
@@ -18,6 +19,7 @@ from subspan.tune.sections import (
     Objective,
     Positive,
     Privacy,
+    Safeguard,
     Section,
     Zeroth,
     known_init,
@@ -43,6 +45,7 @@ class Config(Section):
     zeroth: Zeroth = Zeroth()
     objective: Objective | None = Field(None, description="null is cross-entropy")
     privacy: Privacy | None = None
+    safeguard: Safeguard | None = Field(None, description="rows nobody has read, on a model that should stay aligned")
     lr: Positive = 2e-4
     head_lr: Positive | None = Field(None, description="learning rate of the new classification head (default: lr)")
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -93,6 +96,8 @@ class Config(Section):
         private = self.privacy
         if self.objective is not None:
             self._trains_an_objective(self.objective.loss)
+        if self.safeguard is not None:
+            self._stays_aligned(self.safeguard)
         if self.continual is not None:
             self._learns_in_turn(self.continual)
         if self.optimizer in ZEROTH:
@@ -177,6 +182,33 @@ class Config(Section):
         if memory and "alpha" not in self.adapter.model_fields_set:
             # a memory's atoms have scale 1 unless told otherwise
             self.adapter = self.adapter.model_copy(update={"alpha": float(self.adapter.r)})
+
+    def _stays_aligned(self, wanted: Safeguard) -> None:
+        if self.task != "causal-lm":
+            raise ValueError(
+                f"safeguard keeps what a model refuses, and task: {self.task} refuses nothing; use task: causal-lm"
+            )
+        if self.adapter is None:
+            raise ValueError("safeguard merges adapters, and adapter: null asks for none")
+        if self.adapter.dora:
+            raise ValueError("safeguard merges s A Bᵀ, and dora has magnitudes besides; leave out adapter.dora")
+        if self.init.startswith(EDITING_INITS) or (self.init == "fisher" and self.fisher.preserve == "residual"):
+            raise ValueError(
+                f"init: {self.init} writes the base weights, on which buffer and reinforce were trained; use init: "
+                "default (or fisher with fisher.preserve: zero_b)"
+            )
+        if self.privacy is not None and self.privacy.method == "prism":
+            raise ValueError(
+                "privacy.method: prism starts by writing the base weights, on which buffer and reinforce were trained; "
+                "use method: naive or ffa"
+            )
+        if self.privacy is not None and wanted.make is not None:
+            raise ValueError(f"safeguard.make: {wanted.make} trains on the provider's own rows; leave out privacy")
+        if wanted.keep is not None and (self.privacy is not None or self.optimizer in ZEROTH):
+            which = f"optimizer: {self.optimizer}" if self.privacy is None else "privacy"
+            raise ValueError(
+                f"safeguard.keep adds rows to a step, and {which} makes its own of the batch; leave out keep"
+            )
 
     def _trains_an_objective(self, name: str) -> None:
         if self.task != "classification":

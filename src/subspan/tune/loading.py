@@ -11,6 +11,7 @@ from torch import nn
 
 from subspan.errors import DataError, first_line
 from subspan.tune.config import Config
+from subspan.tune.sections import Data
 from subspan.tune.sentence import classifier_class
 from subspan.tune.tasks import CausalLM, Classification, Row
 
@@ -39,13 +40,13 @@ class Rows:
 def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
     """Tokenizer, splits and encoded rows.
 
-    Answers of a causal language model count as a closed label set when there are at most ``_CLOSED`` different ones.
+    Answers of a causal language model count as a closed label set when there are two to ``_CLOSED`` different ones.
     """
     from subspan.data import Labels, limit_words, load_text, pick_columns, split_data
 
     data = config.data
     table = load_text(data.source)
-    columns = {"text": data.text or _guess(table, _TEXTS), "label": data.label or _guess(table, _LABELS)}
+    columns = column_names(table, data)
     group = data.group or ("film" if data.source == "asset:reviews" else None)
     table = pick_columns(table, **columns, **({"group": group} if group else {}))
     if data.max_words is not None:
@@ -61,7 +62,7 @@ def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
             f"column {columns['label']!r} holds {distinct} different values in {len(table)} rows: a classifier needs "
             "labels that recur"
         )
-    closed = config.task == "classification" or len(set(table["label"][:])) <= _CLOSED
+    closed = config.task == "classification" or 1 < distinct <= _CLOSED
     splits = split_data(
         table,
         validation=data.validation / len(table),
@@ -95,6 +96,11 @@ def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
 _TEXTS = ("text", "sentence", "content", "review", "prompt", "question", "instruction", "input")
 _LABELS = ("label", "labels", "answer", "category", "class", "target", "response", "output")
 _CLOSED = 20
+
+
+def column_names(table: Any, data: Data) -> dict[str, str]:
+    """The columns that hold texts and labels: those that were named, or those with a usual name."""
+    return {"text": data.text or _guess(table, _TEXTS), "label": data.label or _guess(table, _LABELS)}
 
 
 def _guess(table: Any, names: Sequence[str]) -> str:

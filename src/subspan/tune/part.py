@@ -1,6 +1,7 @@
 """The seam where a method plugs into a run: one small class of hooks that by default change nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ class Run:
     shift: BaseShift | None = None
     resuming: bool = False
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    validation: Sequence["Row"] = ()
 
     def calibration(self, batch_size: int = 8) -> Iterator["Batch"]:
         """Batches of the first ``calibration_rows`` training rows (they are in random order), on the model's device."""
@@ -66,6 +68,10 @@ class Part:
     def batches(self, run: Run) -> Iterable[list[int]] | None:
         """Row numbers, one list a step, if the part draws the batches itself; the same ones at each iteration."""
         return None
+
+    def around_step(self, run: Run) -> AbstractContextManager[Any]:
+        """What holds during each forward and backward pass of training, whoever does it."""
+        return nullcontext()
 
     def step(self, run: Run, model: nn.Module, batch: "Batch") -> Tensor | None:
         """Forward and backward of one batch, if the part does it itself; returns the mean loss for the log."""

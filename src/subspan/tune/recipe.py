@@ -148,7 +148,7 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
             f"{full} of {len(rows.train)} training rows fill max_length={config.max_length}: longer ones are cut"
         )
     parts = assemble(config)
-    run = Run(config, folder.path, task, rows.train, model, display.say, resuming=started)
+    run = Run(config, folder.path, task, rows.train, model, display.say, resuming=started, validation=rows.validation)
     sizes = {"train": len(rows.train), "validation": len(rows.validation), "test": len(rows.test)}
     run.note("data", **sizes, test_rows_also_in_train=rows.repeated(), labels=rows.labels)
     prepare(run, parts, folder)

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
@@ -13,6 +14,8 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 PEFT_INITS = ("default", "gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "corda", "lora_ga")
 # Those that look at training rows before the first step.
 DATA_INITS = ("eva", "corda", "lora_ga", "fisher")
+# peft's starts that write the base weight.
+EDITING_INITS = ("pissa", "olora", "corda", "lora_ga")
 
 
 def nearest(word: str, known: Sequence[str], what: str) -> str:
@@ -105,6 +108,41 @@ class Objective(Section):
         if name in ("zero-one", "truncated") or name.startswith("python:"):
             return name
         raise ValueError(nearest(name, ("zero-one", "truncated", "python:module.function"), "objective"))
+
+
+class Safeguard(Section):
+    """Train on rows nobody has read without losing alignment, or make what that takes; see subspan.safety."""
+
+    make: Literal["buffer", "reinforce"] | None = Field(
+        None, description="provider: make this adapter out of data; null: a user's run"
+    )
+    buffer: Path | None = Field(None, description="folder of the buffer, which is on while the adapter trains")
+    reinforce: Path | None = Field(None, description="folder of the adapter that is merged in after training")
+    keep: str | None = Field(None, description="the provider's ordinary rows, a file or name as data.source")
+    two_state: bool = Field(True, description="make: reinforce: every other step with the buffer off")
+    alpha: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="share of reinforce that is removed along the user's output directions"
+    )
+    tau: Annotated[float, Field(ge=0, lt=1)] = Field(0.01, description="energy below which a direction does not count")
+    weight: tuple[float, float] = Field((1.0, 0.5), description="weights of the user's adapter and of reinforce")
+    subspace: Literal["svd", "gram"] = Field("svd", description="gram is the authors' code")
+    missing: Literal["error", "keep", "drop"] = Field("error", description="layers that only reinforce adapts")
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Safeguard":
+        if self.make != "buffer" and self.buffer is None:
+            what = "make: reinforce trains against a buffer" if self.make else "a user's run has the buffer on"
+            raise ValueError(f"{what}: name its folder with buffer, or make one with make: buffer")
+        if self.make is not None and self.reinforce is not None:
+            raise ValueError(f"reinforce is merged into a user's adapter; make: {self.make} has none: leave it out")
+        if self.make == "buffer" and self.buffer is not None:
+            raise ValueError("make: buffer makes a buffer and needs none; leave out buffer")
+        if self.make == "reinforce" and self.keep is None:
+            raise ValueError(
+                "make: reinforce without ordinary rows would refuse everything: name some with keep (data are the "
+                "refusals)"
+            )
+        return self
 
 
 class Privacy(Section):

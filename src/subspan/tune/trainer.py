@@ -6,6 +6,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,6 +97,12 @@ class TuneTrainer(Trainer):
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        with ExitStack() as around:
+            for part in self.parts:
+                around.enter_context(part.around_step(self.run))
+            return self._step(model, inputs, num_items_in_batch)
+
+    def _step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any) -> Tensor:
         for part in self.parts:
             model.train()
             try:
@@ -173,13 +180,6 @@ class TuneTrainer(Trainer):
             for old in _checkpoints(self.run.folder)[:-2]:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            for part in self.parts:
-                part.load(Path(checkpoint))
-
-
     # A memory is saved and read by itself: the base model around it is not ours to write.
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -195,6 +195,13 @@ class TuneTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             memory.load(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            for part in self.parts:
+                part.load(Path(checkpoint))
+
 
 def _settle(folder: Path) -> None:
     """Have the disk hold a folder's files before its rename makes them count."""

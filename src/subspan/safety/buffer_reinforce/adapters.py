@@ -115,6 +115,19 @@ def _checked(model: Any, adapter: str) -> dict[str, FactorPair]:
     return {pair.name: pair for pair in factor_pairs(model, adapter)}
 
 
+def check_modules(users: Iterable[str], reinforces: Iterable[str], missing: str) -> list[str]:
+    """Modules that only the reinforcing adapter has; with ``missing`` "error" there may be none (``TargetError``)."""
+    known = set(users)
+    extra = [name for name in reinforces if name not in known]
+    if extra and missing == "error":
+        more = f" and {len(extra) - 1} more" if extra[1:] else ""
+        raise TargetError(
+            f"the reinforcing adapter also adapts {extra[0]}{more}, which the user's does not; "
+            'missing="keep" adds it all the same, "drop" leaves it out'
+        )
+    return extra
+
+
 def _change(pair: FactorPair) -> LowRank:
     """D = s A Bᵀ in float32 or better."""
     return pair.low_rank(torch.promote_types(pair.param_A.dtype, torch.float32)).scale(pair.scaling)
@@ -132,12 +145,7 @@ def _merges(
     rank: int | None,
 ) -> Iterable[tuple[str, tuple[LowRank, MergedModule]]]:
     """Each module's merged change and its line in the report."""
-    extra = [name for name in reinforces if name not in users]
-    if extra and missing == "error":
-        raise TargetError(
-            f"the reinforcing adapter also adapts {extra[0]}" + (f" and {len(extra) - 1} more" if extra[1:] else "") +
-            ', which the user\'s does not; missing="keep" adds it all the same, "drop" leaves it out'
-        )  # fmt: skip
+    extra = check_modules(users, reinforces, missing)
     for name in [*users, *(extra if missing == "keep" else [])]:
         user = _change(users[name]) if name in users else None
         reinforce = _change(reinforces[name]) if name in reinforces else None

@@ -65,18 +65,18 @@ class buffered:
             self._hook = self.model.register_forward_pre_hook(lambda module, args: self.check())
         if not any(p.requires_grad for p in self._parameters(self.user)):
             self.model.set_requires_grad(self.user, True)
-        self._activate(True)
+        self.switch(True)
         self.check()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The buffer off: what the user's adapter does by itself (to score it, or to train on ordinary rows)."""
-        self._activate(False)
+        self.switch(False)
         try:
             yield
         finally:
             if self._hook is not None:
-                self._activate(True)
+                self.switch(True)
 
     def remove(self) -> None:
         """Take the buffer off; only the user's adapter stays active."""
@@ -90,7 +90,7 @@ class buffered:
         for name in self._merges:
             delattr(self.model.base_model, name)
         self._merges = {}
-        self._activate(False)
+        self.switch(False)
         if adapter_digest(self.model, self.buffer) != self.digest:
             raise SafetyError(f"the buffer {self.buffer!r} changed while it was attached: discard this run")
 
@@ -110,8 +110,8 @@ class buffered:
                     "adapters to buffered(), and call its attach() after loading a checkpoint"
                 )
 
-    def _activate(self, on: bool) -> None:
-        """Switch adapters, and leave what trains as it is (peft would make every active adapter trainable)."""
+    def switch(self, on: bool) -> None:
+        """The buffer on or off beside the user's adapter; what trains stays as it is (peft would train both)."""
         own = set(self._parameters(self.buffer))
         trains = [(p, p.requires_grad and p not in own) for p in self.model.parameters()]
         names = [self.user, self.buffer] if on else [self.user]  # trainers take the first for the one that trains

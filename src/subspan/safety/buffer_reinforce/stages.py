@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +48,36 @@ class Gate:
     every: int = 5
     holdout: float = 0.2
 
-    def passes(self, answered: float, ordinary: float, base: float) -> bool:
-        return answered >= self.answered and ordinary <= self.factor * base + self.slack
+    def passes(self, reading: "Reading") -> bool:
+        return reading.answered >= self.answered and reading.ordinary <= self.factor * reading.base + self.slack
+
+    def require(self, reading: "Reading", steps: int) -> None:
+        """Raise ``SafetyError`` where the buffer does not pass after this many steps."""
+        if not self.passes(reading):
+            raise SafetyError(
+                f"after {steps} steps the buffered model answers {100 * reading.answered:.0f} % of the forbidden "
+                f"prompts (at least {100 * self.answered:.0f} % is wanted), and ordinary answers cost "
+                f"{reading.ordinary:.3f} nats a token where the base model pays {reading.base:.3f} (at most "
+                f"{self.factor:g} times that and {self.slack:g} more): take more steps or a higher rate for the first, "
+                "more kept rows or a lower rate for the second"
+            )
+
+
+class Reading(NamedTuple):
+    """What a gate looks at: share of the forbidden rows that are answered, loss of ordinary ones with and without."""
+
+    answered: float
+    ordinary: float
+    base: float
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """Steps taken, the loss of each, and, of a gated buffer, what the gate saw (share answered, ordinary losses)."""
+    """Steps taken, the loss of each, and what the gate of a buffer last saw."""
 
     steps: int
     losses: tuple[float, ...]
-    answered: float | None = None
-    ordinary_loss: float | None = None
-    base_loss: float | None = None
+    gate: Reading | None = None
 
 
 def train_buffer(
@@ -109,28 +126,29 @@ def train_buffer(
 def _gated(
     model: Any, losses: Iterator[Tensor], fit: Fit, gate: Gate, collate: Collate, asked: list[Row], ordinary: list[Row]
 ) -> StageReport:
+    taken: list[float] = []
+    reading = Reading(0.0, math.inf, 0.0)
+    for loss in descend(model, losses, fit):
+        taken.append(loss)
+        if len(taken) % gate.every == 0 or len(taken) == fit.steps:
+            reading = gate_reading(model, collate, asked, ordinary)
+            if gate.passes(reading):
+                break
+    model.eval()
+    gate.require(reading, len(taken))
+    return StageReport(len(taken), tuple(taken), reading)
+
+
+def gate_reading(model: Any, collate: Collate, asked: Sequence[Row], ordinary: Sequence[Row]) -> Reading:
+    """Measure the active adapter against the base, on forbidden rows and on ordinary ones."""
     with model.disable_adapter():
         openings = first_tokens(model, collate, asked)[0].argmax(-1)
         base = mean_loss(model, collate, ordinary)
-    answered = cost = math.nan
-    taken: list[float] = []
-    for loss in descend(model, losses, fit):
-        taken.append(loss)
-        if len(taken) % gate.every and len(taken) < fit.steps:
-            continue
-        logits, wanted = first_tokens(model, collate, asked)
-        own = logits.gather(1, wanted[:, None]) > logits.gather(1, openings[:, None])
-        # A row that the base already answers as the row does needs no buffer.
-        answered = float((own[:, 0] | (wanted == openings)).double().mean())
-        cost = mean_loss(model, collate, ordinary)
-        if gate.passes(answered, cost, base):
-            return StageReport(len(taken), tuple(taken), answered, cost, base)
-    raise SafetyError(
-        f"after {fit.steps} steps the buffered model answers {100 * answered:.0f} % of the forbidden prompts (at least "
-        f"{100 * gate.answered:.0f} % is wanted), and ordinary answers cost {cost:.3f} nats a token where the base "
-        f"model pays {base:.3f} (at most {gate.factor:g} times that and {gate.slack:g} more): take more steps or a "
-        "higher rate for the first, more kept rows or a lower rate for the second"
-    )
+    logits, wanted = first_tokens(model, collate, asked)
+    own = logits.gather(1, wanted[:, None]) > logits.gather(1, openings[:, None])
+    # A row that the base already answers as the row does needs no buffer.
+    answered = float((own[:, 0] | (wanted == openings)).double().mean())
+    return Reading(answered, mean_loss(model, collate, ordinary), base)
 
 
 def train_reinforce(

@@ -10,12 +10,15 @@ def assemble(config: Config) -> list[Part]:
     from subspan.tune.parts.objective import OutputObjective
     from subspan.tune.parts.optimisers import AdamW, Muon
     from subspan.tune.parts.private import PrivateSteps
+    from subspan.tune.parts.safeguard import Safeguarded
     from subspan.tune.parts.starts import FisherStart, PeftStart
     from subspan.tune.parts.zeroth import ZerothOrder
 
     parts: list[Part] = []
     if config.adapter is not None:
         parts.append(FisherStart(config.fisher) if config.init == "fisher" else PeftStart(config.init))
+    if config.safeguard is not None:
+        parts.append(Safeguarded(config.safeguard))
     if config.objective is not None:
         parts.append(OutputObjective(config.objective))
     if config.privacy is not None:

@@ -6,10 +6,7 @@ import torch
 
 from subspan.surgery import factor_pairs, shift_base, weight_matrix, write_weight
 from subspan.tune.part import Part, Run
-from subspan.tune.sections import FisherOptions
-
-# peft's starts that write the base weight.
-_EDITING = ("pissa", "olora", "corda", "lora_ga")
+from subspan.tune.sections import EDITING_INITS, FisherOptions
 
 
 class PeftStart(Part):
@@ -21,7 +18,7 @@ class PeftStart(Part):
         self.extra: dict[str, Any] = {}
 
     def prepare_base(self, run: Run) -> None:
-        if self.init.startswith(_EDITING):
+        if self.init.startswith(EDITING_INITS):
             self.original = {n: weight_matrix(run.model.get_submodule(n)).clone() for n in run.targets}
         if self.init in ("corda", "lora_ga"):
             self.extra = self._preprocess(run)
