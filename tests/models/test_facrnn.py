@@ -1,5 +1,6 @@
 """FacRNN: the checks of its mathematics (T1 to T20), bad and odd input, and small fits."""
 
+import inspect
 import itertools
 import math
 import subprocess
@@ -247,7 +248,9 @@ def test_the_null_is_what_independent_groups_would_give(generator):
     assert math.isnan(dependence(z[:20], 0.0, ((0, 1, 2, 3),), permutations=0).pc_null)
 
 
-@pytest.mark.parametrize("groups", [3, [2, 2], [[0, 1], [1, 2]], [[0, 1, 2], []], 0, [4, -1], [[0, 1], [2, 3]]])
+@pytest.mark.parametrize(
+    "groups", [3, [2, 2], [[0, 1], [1, 2]], [[0, 1, 2], []], 0, [4, -1], [[0, 1], [2, 3]], [1.5, 1.5], [[0.5], [1, 2]]]
+)
 def test_groups_that_are_no_partition(groups):
     if groups == 3:
         assert resolve_groups(groups, 3) == ((0,), (1,), (2,)) == singletons(3)
@@ -256,6 +259,8 @@ def test_groups_that_are_no_partition(groups):
         return
     with pytest.raises(ValueError, match="is no partition of range"):
         resolve_groups(groups, 3)
+    with pytest.raises(ValueError, match="is no partition of range"):
+        inspect.unwrap(resolve_groups)(1.5, 3)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +274,9 @@ def test_groups_that_are_no_partition(groups):
 def test_batches_that_have_no_estimate(rows, options, message):
     with pytest.raises(ValueError, match=message):
         partial_correlation(normal(rows, 2), normal(rows, 2), 0.0, PAIR, **options)
+    unchecked = inspect.unwrap(partial_correlation)  # in this test run a checker would speak before it
+    with pytest.raises(ValueError, match="they must be the same"):
+        unchecked(normal(rows, 2), normal(rows + 1, 2), 0.0, PAIR)
 
 
 # ------------------------------------------------------------------------------------------- T13 to T16: the objective
@@ -686,6 +694,11 @@ def test_a_fit_continues_bit_for_bit(X, tmp_path):
         fit(X, checkpoint=path, beta=1.0, **options)
     with pytest.raises(ConfigError, match="another data"):
         fit(X + 1e-9, checkpoint=path, **options)
+    with pytest.raises(ConfigError, match="holds 6 epochs, more than epochs=5"):
+        fit(X, epochs=5, checkpoint=path, **options)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="no checkpoint, or damaged"):
+        fit(X, epochs=6, checkpoint=path, **options)
 
 
 def test_masked_bins_do_not_count_but_are_history(X):
@@ -842,6 +855,7 @@ def test_a_constant_channel_stops_at_the_floor(X):
         ({"encoder_std": -1.0}, "encoder_std must be positive"),
         ({"beta": -1.0}, "beta=-1.0 must not be negative"),
         ({"epochs": -1}, "epochs=-1"),
+        ({"n_ref": 0}, "n_ref=0 must be an integer of at least 1"),
         ({"trial_lengths": [30, 20]}, "trial_lengths sum to 50"),
         ({"mask": np.ones((60, 5), dtype=bool)}, "mask leaves no bin"),
         ({"mask": np.ones((59, 5), dtype=bool)}, "mask has shape"),
@@ -854,6 +868,14 @@ def test_arguments_that_cannot_be(X, options, message):
         fit(X, **options)
 
 
+@pytest.mark.parametrize(("name", "value"), [("epochs", 1.5), ("batch_size", 16.0), ("n_restarts", "3")])
+def test_counts_that_are_no_integers(X, name, value):
+    model = FacRNN(4, epochs=1)
+    setattr(model, name, value)
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer"):
+        model.fit(X)
+
+
 def test_trials_that_cannot_be(X):
     with pytest.raises(ValueError, match="different numbers of channels"):
         fit([X, X[:, :4]])
@@ -861,6 +883,11 @@ def test_trials_that_cannot_be(X):
         fit([X, X], trial_lengths=[60, 60])
     with pytest.raises(ValueError, match="x0 holds 2 bins"):
         network().simulate(normal(2, 7), 3)
+    with pytest.raises(ValueError, match="steps=0 must"):
+        network().simulate(normal(1, 7), 0)
+    simulate = inspect.unwrap(LowRankRNN.simulate)
+    with pytest.raises(ValueError, match="eta holds 3 bins, but steps=5"):
+        simulate(network(), normal(1, 7), 5, eta=normal(3, 7))
     with pytest.raises(ValueError, match="there is no group 2"):
         network().sub_connectivity(2)
 

@@ -15,6 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
+from subspan.errors import ConfigError
 from subspan.models.facrnn.alignment import AlignmentReport, align_groups
 from subspan.models.facrnn.network import LowRankRNN, predictive_log_likelihood, scott_std
 from subspan.models.facrnn.penalty import Dependence, dependence, resolve_groups
@@ -74,8 +75,8 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         encoder_std: "scott" (n_ref^(-1 / (K + 4))), a number, or "learned" (one for each coordinate, from there).
         n_ref: of Scott's rule; the number of bins that count by default.
         min_std: floor of a channel's deviation (gaussian), in the units of X.
-        epochs: passes over the trials.
-        batch_size: trials a step.
+        epochs: passes over the bins.
+        batch_size: bins a step, of any trials.
         lr: of AdamW.
         weight_decay: of AdamW.
         warmup: epochs over which beta rises from 0.
@@ -175,6 +176,7 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         Raises:
             ValueError: arguments or data that cannot be used; the message names them.
             NonFinite: training diverged; the message names the bin.
+            ConfigError: the checkpoint is damaged, of another fit, or beyond ``epochs``.
         """
         series = self._series(X, inputs, trial_lengths, mask, reset=True)
         n, N = int(series.kept.sum()), series.x.shape[1]
@@ -214,9 +216,12 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self
 
     def _check_options(self, n: int) -> None:
-        for name, least in (("epochs", 0), ("batch_size", 1), ("n_restarts", 1), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        for name, least in (("epochs", 0), ("batch_size", 1), ("n_restarts", 1), ("warmup", 0), ("n_ref", 1)):
+            value = getattr(self, name)
+            if name == "n_ref" and value is None:
+                continue
+            if not isinstance(value, (int, np.integer)) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
         for name in ("beta", "alpha", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
@@ -245,6 +250,10 @@ class FacRNN(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             fingerprint["data"] = hashlib.sha256(data).hexdigest()
             if path.exists():
                 training.load(path, fingerprint)
+                if len(training.curves) > self.epochs:
+                    raise ConfigError(
+                        f"{path} holds {len(training.curves)} epochs, more than epochs={self.epochs}; give a new path"
+                    )
         while len(training.curves) < self.epochs:
             training.epoch()
             if path and (len(training.curves) % 100 == 0 or len(training.curves) == self.epochs):

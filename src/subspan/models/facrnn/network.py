@@ -254,6 +254,10 @@ class LowRankRNN(nn.Module):
         """
         if x0.shape[-2] != self.lags:
             raise ValueError(f"x0 holds {x0.shape[-2]} bins, but lags={self.lags}")
+        if steps < 1:
+            raise ValueError(f"steps={steps} must be at least 1")
+        if eta is not None and eta.shape[-2] != steps:
+            raise ValueError(f"eta holds {eta.shape[-2]} bins, but steps={steps}")
         psi = self.psi.flip(-1).unsqueeze(-1)  # oldest bin first, as x0
         recent = self.sigma(x0)
         xs, zs = [], []

@@ -5,6 +5,7 @@ values are signed nats: an estimate from a batch may be negative, and is never c
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,11 +36,14 @@ def resolve_groups(groups: GroupsLike, n_components: int) -> Groups:
         groups = [small + (g < larger) for g in range(int(groups))]
     members: list[tuple[int, ...]] = []
     start = 0
-    for group in groups:
-        if isinstance(group, (int, np.integer)):
-            members.append(tuple(range(start, start := start + int(group))))
-        else:
-            members.append(tuple(int(k) for k in group))
+    try:
+        for group in groups:
+            if isinstance(group, (int, np.integer)):
+                members.append(tuple(range(start, start := start + int(group))))
+            else:
+                members.append(tuple(operator.index(k) for k in group))
+    except TypeError:  # numbers that are not whole, or no numbers
+        raise wrong from None
     if not all(members) or sorted(k for group in members for k in group) != list(range(n_components)):
         raise wrong
     return tuple(members)
@@ -72,10 +76,13 @@ def partial_correlation(
         reduction: "mean" over rows, or "none".
 
     Raises:
-        ValueError: groups that are no partition, n_total < M, or one row of a larger mixture (its weights are 0 / 0).
+        ValueError: groups that are no partition, mu and z of different shape, n_total < M, or one row of a larger
+            mixture (its weights are 0 / 0).
 
     Source: Li et al. 2025, arXiv 2502.02279 (optimal importance weights); arXiv 2511.13899.
     """
+    if mu.shape != z.shape:  # broadcasting would pair samples with the components of others
+        raise ValueError(f"mu has shape {tuple(mu.shape)} and z {tuple(z.shape)}: they must be the same")
     M, K = mu.shape[-2:]
     n = M if n_total is None else n_total
     groups = resolve_groups(groups, K)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -163,14 +163,17 @@ class Training:
         """Continue from there.
 
         Raises:
-            ConfigError: the checkpoint is of another run.
+            ConfigError: the checkpoint is of another run, or damaged.
         """
-        with safe_open(path, framework="pt") as file:
-            found = json.loads((file.metadata() or {}).get("run", "{}"))
-            if found != json.loads(json.dumps(fingerprint)):
-                differ = [k for k in fingerprint if found.get(k) != fingerprint[k]]
-                raise ConfigError(f"{os.fspath(path)} is of a run with another {', '.join(differ)}; give a new path")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = json.loads((file.metadata() or {}).get("run", "{}"))
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ConfigError(f"{os.fspath(path)} is no checkpoint, or damaged ({error}): remove it") from error
+        if found != json.loads(json.dumps(fingerprint)):
+            differ = [k for k in fingerprint if found.get(k) != fingerprint[k]]
+            raise ConfigError(f"{os.fspath(path)} is of a run with another {', '.join(differ)}; give a new path")
         with torch.no_grad():
             for name, parameter in self.network.named_parameters():
                 parameter.copy_(tensors[f"network.{name}"])
