@@ -271,10 +271,10 @@ def test_both_read_paths_agree_also_when_a_part_trains(seed, k, frozen):
         torch.testing.assert_close(read_values(index, w * p, parts, read), whole, atol=1e-5, rtol=0)
 
 
-def test_the_choice_goes_by_the_size_of_the_bank():
-    assert read_path("auto", GATHER_FROM) == "dense"
-    assert read_path("auto", GATHER_FROM + 1) == "gather"
-    assert read_path("dense", 10_000) == "dense"
+def test_the_choice_goes_by_the_share_of_atoms_kept():
+    assert read_path("auto", 10 * GATHER_FROM - 1, 10) == "dense"
+    assert read_path("auto", 10 * GATHER_FROM, 10) == "gather"
+    assert read_path("dense", 10_000, 2) == "dense"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

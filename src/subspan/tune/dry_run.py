@@ -75,6 +75,6 @@ def _plan_stream(config: Config) -> dict[str, Any]:
     for only_one in ("epochs", "mean_tokens"):
         facts.pop(only_one)
     if stream.method == "moram":
-        sides = [base.get_submodule(name).weight.shape for name in checked_targets(base, wanted)]  # pyright: ignore
-        facts["stored"] = len(plans) * sum(wanted.r * (int(sum(shape)) + 1) for shape in sides)
+        shapes: list[Any] = [base.get_submodule(name).weight.shape for name in checked_targets(base, wanted)]
+        facts["stored"] = len(plans) * sum(wanted.r * (m + n + 1) for m, n in shapes)
     return facts
