@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 import warnings
@@ -423,6 +424,8 @@ def test_homophily_of_nodes():
     assert h[[1, 2, 3, 5]].isnan().all()
     h, degree = node_homophily(index, y.flatten(), 6, valid=torch.tensor([True, True, False, True, True, True]))
     assert (float(h[0]), int(degree[0])) == (1.0, 1)
+    with pytest.raises(ValueError, match="valid must have shape"):
+        inspect.unwrap(node_homophily)(index, y, 6, valid=torch.ones(1, dtype=torch.bool))
 
 
 def test_weights_are_multiplied_double_edges_added_and_nothing_is_written_to_the_input():
@@ -534,6 +537,7 @@ def test_fit_refuses_what_is_no_graph(graphs):
         {"h0": 1.0}, {"h0": 0}, {"h0": math.nan}, {"hidden": 0}, {"layers": 0}, {"rw_freq": 0}, {"epochs": 0},
         {"epochs": 2.5}, {"start_epoch": -1}, {"lambda_max": -0.1}, {"lr": math.inf}, {"pseudo": "soft"},
         {"selection": "best"}, {"sides": "left"}, {"candidates": "all"}, {"on_shortage": "skip"}, {"preset": "mine"},
+        {"seed": None}, {"seed": 1.5},
     ],
 )  # fmt: skip
 def test_fit_refuses_parameters(graphs, change):
@@ -569,6 +573,19 @@ def test_target_val_needs_labels_and_warns(graphs, mlp):
     scores = [line["score"] for line in model.history_]
     kept = (model.labels_ == labelled.y)[labelled.val_mask].double().mean()
     assert kept == pytest.approx(max(scores), abs=1e-12)
+    # a node of unknown label is no mistake, and without any known there is nothing to choose by
+    half = dataclasses.replace(labelled, y=torch.where(torch.arange(150) % 10 == 0, -1, labelled.y))
+    odd = labelled.val_mask & (torch.arange(150) % 10 != 0)
+    expected = quietly(
+        PSAHS(mlp=mlp, selection="target_val", **FAST), graphs[0], dataclasses.replace(half, val_mask=odd)
+    )
+    np.testing.assert_equal(quietly(model, graphs[0], half).history_, expected.history_)
+    for nobody in (
+        dataclasses.replace(half, val_mask=~odd & labelled.val_mask),
+        dataclasses.replace(half, y=-(half.y**0)),
+    ):
+        with pytest.raises(ValueError, match="whose label is known"):
+            quietly(model, graphs[0], nobody)
 
 
 def pair_with_labels(target: Graph) -> Graph:
@@ -719,6 +736,13 @@ def test_resume_is_exact(graphs, mlp, tmp_path, monkeypatch, selection):
     moved = dataclasses.replace(graphs[1], x=graphs[1].x + 1)
     with pytest.raises(ValueError, match="other parameters or graphs"):
         quietly(model.set_params(lr=3e-3), graphs[0], moved, checkpoint=path)
+    other = copy.deepcopy(mlp)
+    next(other.parameters()).data.mul_(2)
+    with pytest.raises(ValueError, match="other parameters or graphs"):
+        quietly(model.set_params(mlp=other), *graphs, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="no checkpoint, or damaged"):
+        quietly(model.set_params(mlp=mlp), *graphs, checkpoint=path)
 
 
 # ------------------------------------------------------------------------------------------------------ data in and out

@@ -129,6 +129,8 @@ def node_homophily(
         ValueError: shapes or indices that do not fit.
     """
     labels = check_labels(y, num_nodes)
+    if valid is not None and valid.shape != (num_nodes,):
+        raise ValueError(f"valid must have shape ({num_nodes},), got {tuple(valid.shape)}")
     edges = coalesce(check_index(edge_index, num_nodes), None, num_nodes)
     counts = count_neighbours(edges.index, labels, labels >= 0 if valid is None else valid.bool() & (labels >= 0))
     return counts.h, counts.d

@@ -55,7 +55,8 @@ class PSAHS(BaseEstimator):
             no longer agree.
         selection: which parameters to keep: the ``"last"``, or those with the best score of ``"source_val"``,
             ``"agreement"`` (of GNN and MLP, plus source_val) or ``"target_val"``, which needs labels of the target
-            (``val_mask`` and ``y``) and warns that the result is then not unsupervised.
+            (``val_mask`` and ``y``) and warns that the result is then not unsupervised. An adjusted source has edges
+            drawn by the labels that source_val holds out: it is soon 1, and says little.
         epochs: steps on both whole graphs.
         lr: of Adam; it falls by a fifth every 50 epochs.
         encoder: any module called with (x, edge_index, edge_weight), instead of the :class:`DirGCN`; it is copied.
@@ -258,6 +259,8 @@ class PSAHS(BaseEstimator):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if not (isinstance(self.start_epoch, Integral) and int(self.start_epoch) >= 0):
             raise ValueError(f"start_epoch must be an integer of at least 0, got {self.start_epoch!r}")
+        if not isinstance(self.seed, Integral):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if not (isinstance(self.h0, Real) and 0 < float(self.h0) < 1):
             raise ValueError(f"h0 must lie between 0 and 1, got {self.h0!r}")
         for name in ("lambda_max", "lr"):
@@ -276,7 +279,7 @@ class PSAHS(BaseEstimator):
             h0=float(self.h0), sides=self.sides, rw_freq=self.rw_freq, start_epoch=int(self.start_epoch),
             lambda_max=1.0 if self.preset == "official" else float(self.lambda_max), pseudo=self.pseudo,
             selection=self.selection, epochs=self.epochs, lr=float(self.lr), candidates=self.candidates,
-            on_shortage=self.on_shortage, compat=self.preset, seed=self.seed,
+            on_shortage=self.on_shortage, compat=self.preset, seed=int(self.seed),
         )  # fmt: skip
 
     def _domain(self, data: Any, name: str, dtype: torch.dtype | None = None) -> Domain:
@@ -332,7 +335,10 @@ class PSAHS(BaseEstimator):
             stacklevel=3,
         )
         y = check_labels(data.y.to(domain.x.device), len(domain.x), "target.y")
-        return domain._replace(y=y, val=_mask(data.val_mask, y, "target.val_mask"))
+        val = _mask(data.val_mask, y, "target.val_mask") & (y >= 0)
+        if not bool(val.any()):
+            raise ValueError("selection='target_val' needs validation nodes of the target whose label is known")
+        return domain._replace(y=y, val=val)
 
     def _networks(self, source: Domain) -> Networks:
         if self.encoder is None:
@@ -344,13 +350,21 @@ class PSAHS(BaseEstimator):
         return Networks(encoder, two_layers(width, 64, self.n_classes_), two_layers(width, 64, 1)).to(source.x)
 
     def _fingerprint(self, domains: tuple[Domain, Domain]) -> str:
-        """Of the parameters and of the graphs, so that a checkpoint is never continued on others."""
+        """Of the parameters, modules and graphs given, so that a checkpoint is never continued on others."""
         plain = int | float | str | None
         params = {k: v if isinstance(v, plain) else type(v).__name__ for k, v in self.get_params().items()}
+        given = [
+            *(tensor for d in domains for tensor in (d.x, *d.edges, d.y, d.train, d.val)),
+            *(
+                tensor
+                for module in (self.encoder, self.mlp)
+                if module is not None
+                for tensor in module.state_dict().values()
+            ),
+        ]
         code = 0
-        for domain in domains:
-            for tensor in (domain.x, *domain.edges, domain.y, domain.train, domain.val):
-                code = zlib.crc32(tensor.cpu().numpy().tobytes(), code)
+        for tensor in given:
+            code = zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy(), code)
         return json.dumps(params, sort_keys=True) + f" {code}"
 
 

@@ -241,15 +241,18 @@ class Alternation:
         """Continue where :meth:`save` was called.
 
         Raises:
-            ValueError: the file is of another run (other parameters or other graphs).
+            ValueError: the file is damaged, or of another run (other parameters, modules or graphs).
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(Path(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-            if about.get("fingerprint") != fingerprint:
-                raise ValueError(f"{path} belongs to a fit with other parameters or graphs: remove it, or name another")
-            tensors = {name: file.get_tensor(name).to(self.labels.device) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(Path(path), "pt") as file:
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
+                tensors = {name: file.get_tensor(name).to(self.labels.device) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no checkpoint, or damaged ({error}): remove it, or name another") from error
+        if about.get("fingerprint") != fingerprint:
+            raise ValueError(f"{path} belongs to a fit with other parameters or graphs: remove it, or name another")
         self.networks.load_state_dict(_below("networks.", tensors))
         state: dict[int, dict[str, Tensor]] = {}
         for name, value in _below("optimizer.", tensors).items():
