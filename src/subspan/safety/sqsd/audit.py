@@ -22,31 +22,46 @@ Say = Callable[[str], None]
 Source = str | os.PathLike[str]
 
 
-def load_causal_lm(name: str) -> tuple[nn.Module, Any]:
-    """A causal language model and its tokenizer, from an asset, a folder or the hub.
+def load_causal_lm(name: str) -> nn.Module:
+    """A causal language model from an asset, a folder or the hub, on the accelerator if there is one.
 
     Raises:
         DataError: no such model loads.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    # packed blocks cannot be differentiated through
+    model = _loaded(AutoModelForCausalLM, name, GgufConfig(dequantize=True), dtype="auto")
+    if torch.accelerator.is_available():
+        nn.Module.to(model, torch.accelerator.current_accelerator())
+    return model
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model. Raises ``DataError`` where none loads."""
+    from transformers import AutoTokenizer
+
+    return _loaded(AutoTokenizer, name)
+
+
+def _loaded(kind: Any, name: str, unpack: Any = None, **options: Any) -> Any:
+    from transformers.utils import logging
 
     from subspan.data import model_source
 
     source = model_source(name)
-    options: dict[str, Any] = {"dtype": "auto"}
     if source.gguf_file:
-        from transformers import GgufConfig
-
-        # packed blocks cannot be differentiated through
-        options |= {"quantization_config": GgufConfig(dequantize=True), "gguf_file": source.gguf_file}
+        options |= {"gguf_file": source.gguf_file} | ({"quantization_config": unpack} if unpack else {})
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(source.path, **options)
+        return kind.from_pretrained(source.path, **options)
     except (OSError, ValueError) as error:
-        raise DataError(f"no causal language model loads from {name}: {first_line(error)}") from error
-    if torch.accelerator.is_available():
-        nn.Module.to(model, torch.accelerator.current_accelerator())
-    return model, tokenizer
+        what = "causal language model" if unpack else "tokenizer"
+        raise DataError(f"no {what} loads from {name}: {first_line(error)}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def find_direction(
@@ -68,8 +83,7 @@ def find_direction(
         return Direction.from_adapter(path)
     if (path / "config.json").is_file():
         say(f"comparing {path} with the base model")
-        other, _ = load_causal_lm(str(path))
-        return Direction.from_models(model, other)
+        return Direction.from_models(model, load_causal_lm(str(path)))
     if path.is_dir():
         raise DataError(f"{path} holds neither an adapter (adapter_config.json) nor a model (config.json)")
     rows = _rows(path)
@@ -165,7 +179,7 @@ def audit(
     rows = _rows(data)
     conversation(rows[0], 1, options.get("prompt"), options.get("answer"))  # a missing column, before a model is loaded
     say(f"loading {model}")
-    base, tokenizer = load_causal_lm(model)
+    base, tokenizer = load_causal_lm(model), load_tokenizer(model)
     beside = partial(Path.with_name, target)
     steer = {
         name: find_direction(source, base, tokenizer, beside(f"{target.stem}.{name}"), say)

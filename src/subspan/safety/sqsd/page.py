@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -126,11 +127,8 @@ def _shares(table: RiskTable) -> Section:
     )
 
 
-def _steering(steering: dict[str, dict[str, list[float] | float]]) -> Section:
-    lines = [
-        [name, " ".join(f"{v:.3g}" for v in found["values"]), found["tau"]]  # pyright: ignore[reportGeneralTypeIssues]
-        for name, found in steering.items()
-    ]
+def _steering(steering: Mapping[str, Mapping[str, Any]]) -> Section:
+    lines = [[name, " ".join(f"{v:.3g}" for v in found["values"]), found["tau"]] for name, found in steering.items()]
     words = (
         "The model is moved along each direction by -1, -1/2, 0, 1/2 and 1 times the adapter, and the likelihood of "
         "the probe's answers is measured: it should fall along danger and rise along safety. A tau below 0.6 says that "
