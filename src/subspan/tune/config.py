@@ -13,6 +13,7 @@ from subspan.tune.sections import (
     EDITING_INITS,
     ZEROTH,
     Adapter,
+    Audit,
     Continual,
     Data,
     FisherOptions,
@@ -45,6 +46,7 @@ class Config(Section):
     zeroth: Zeroth = Zeroth()
     objective: Objective | None = Field(None, description="null is cross-entropy")
     privacy: Privacy | None = None
+    audit: Audit | None = Field(None, description="score the rows first, then drop or down-weight the riskiest")
     safeguard: Safeguard | None = Field(None, description="rows nobody has read, on a model that should stay aligned")
     lr: Positive = 2e-4
     head_lr: Positive | None = Field(None, description="learning rate of the new classification head (default: lr)")
@@ -96,6 +98,8 @@ class Config(Section):
         private = self.privacy
         if self.objective is not None:
             self._trains_an_objective(self.objective.loss)
+        if self.audit is not None:
+            self._is_audited()
         if self.safeguard is not None:
             self._stays_aligned(self.safeguard)
         if self.continual is not None:
@@ -209,6 +213,17 @@ class Config(Section):
             raise ValueError(
                 f"safeguard.keep adds rows to a step, and {which} makes its own of the batch; leave out keep"
             )
+
+    def _is_audited(self) -> None:
+        if self.task != "causal-lm":
+            raise ValueError(f"audit scores answers by a row's gradient, and task: {self.task} has none; use causal-lm")
+        if self.privacy is not None:
+            raise ValueError(
+                "audit looks at every row without noise, and what it drops depends on them: no privacy would be left; "
+                "leave out audit or privacy"
+            )
+        if self.continual is not None:
+            raise ValueError("audit scores the rows of one data set, and continual has several; leave out one")
 
     def _trains_an_objective(self, name: str) -> None:
         if self.task != "classification":

@@ -120,7 +120,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for item in ("checkpoints", "adapter", "model", "twin", "tasks", "logs"):
+        for item in ("checkpoints", "adapter", "model", "twin", "tasks", "audit", "logs"):
             shutil.rmtree(self.path / item, ignore_errors=True)
         for file in (
             self.metrics,

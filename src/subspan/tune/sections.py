@@ -145,6 +145,30 @@ class Safeguard(Section):
         return self
 
 
+class Audit(Section):
+    """Scores of the training rows along a danger and a safety direction; see subspan.safety.SafetyRisk."""
+
+    danger: str | None = Field(None, description="adapter folder, checkpoint or file of dangerous rows")
+    safety: str | None = Field(None, description="the same, of safe rows, or of pairs (chosen, rejected)")
+    init: str | None = Field(None, description="adapter at which gradients are taken (default: trained on 64 rows)")
+    state: Literal["shared", "paper", "zero"] = "shared"
+    drop_top: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of the rows, the riskiest, to drop")
+    reweight: bool = Field(False, description="draw a row the less often the higher its score")
+
+    @model_validator(mode="after")
+    def _defined(self) -> "Audit":
+        if missing := [name for name in ("danger", "safety") if getattr(self, name) is None]:
+            raise ValueError(
+                f"rows are scored along two directions, and {' and '.join(missing)} is not given; name an adapter "
+                "folder, or a file of rows to train one on"
+            )
+        if bool(self.drop_top) == self.reweight:
+            raise ValueError("say what the scores are for: drop_top: 0.02 or reweight: true, one of the two")
+        if self.state == "zero" and self.init is not None:
+            raise ValueError("state: zero takes gradients at the base model; leave out init")
+        return self
+
+
 class Privacy(Section):
     """Differential privacy at the level of one training row."""
 

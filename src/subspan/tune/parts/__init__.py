@@ -7,6 +7,7 @@ from subspan.tune.sections import ZEROTH
 
 def assemble(config: Config) -> list[Part]:
     """The parts of a run, in the order their hooks are called."""
+    from subspan.tune.parts.audit import Audited
     from subspan.tune.parts.objective import OutputObjective
     from subspan.tune.parts.optimisers import AdamW, Muon
     from subspan.tune.parts.private import PrivateSteps
@@ -15,6 +16,8 @@ def assemble(config: Config) -> list[Part]:
     from subspan.tune.parts.zeroth import ZerothOrder
 
     parts: list[Part] = []
+    if config.audit is not None:  # first: the other parts see the rows that are left
+        parts.append(Audited(config.audit))
     if config.adapter is not None:
         parts.append(FisherStart(config.fisher) if config.init == "fisher" else PeftStart(config.init))
     if config.safeguard is not None:
