@@ -300,7 +300,7 @@ class ViltAdapter(nn.Module):
             inputs["pixel_values"], inputs["pixel_mask"], max_image_length=self.vilt.config.max_image_length
         )
         # ViLT shuffles the patches. Sorted again, a sample gives the same bits whatever the generator's state is.
-        order = (places[..., 0] * columns + places[..., 1]).argsort(1, stable=True) + 1
+        order = (places[..., 0] * columns + places[..., 1]).argsort(dim=1, stable=True) + 1
         order = torch.cat([torch.zeros_like(order[:, :1]), order], 1)
         h = h.gather(1, order[..., None].expand_as(h)) + kind
         return Stream(h, mask.gather(1, order).bool())

@@ -7,6 +7,7 @@ from typing import Any, no_type_check
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
@@ -225,7 +226,7 @@ class MissingModalityClassifier(ClassifierMixin, BaseEstimator):
 
     def _inputs(self, X: Any, reset: bool) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs of the towers in float32, and what is missing, in the backbone's order of modalities."""
-        if isinstance(X, Mapping):
+        if isinstance(X, Mapping) and not issparse(X):  # one of scipy's sparse formats is a dictionary
             tables, missing = self._from_mapping(X, reset)
         else:
             tables, missing = self._from_matrix(X, reset)

@@ -22,7 +22,7 @@ def missing_table(
 ) -> "DataFrame":
     """A table of booleans, True where the modality is missing: a row for each id, a column for each modality.
 
-    ``table.loc[ids].to_numpy()`` is what the model takes as ``missing``; ``table.sum()`` counts what is missing.
+    ``torch.tensor(table.loc[ids].to_numpy())`` is what the model takes as ``missing``; ``table.sum()`` counts them.
 
     Args:
         ids: samples of all splits, each once. Their order does not matter.

@@ -225,7 +225,7 @@ class AOEPTModel(nn.Module):
 
     @torch.no_grad()
     def _watch_scale(self) -> None:
-        at_bound = self.kappa > MAX_LOG_SCALE
+        at_bound = self.kappa > MAX_LOG_SCALE + 1e-4  # beyond where it starts, whose rounding may lie above
         self.at_bound.copy_(torch.where(at_bound, self.at_bound + 1, 0))
         self._steps += 1
         # Looked at once in a while only, so that a device is not waited for in every step.
@@ -244,8 +244,8 @@ class AOEPTModel(nn.Module):
         self.backbone.eval()
         return self
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Recompute the layers in the backward pass; the Trainer calls this with ``gradient_checkpointing=True``."""
+    def gradient_checkpointing_enable(self, **_: Any) -> None:
+        """Recompute every layer in the backward pass; the Trainer calls this with ``gradient_checkpointing=True``."""
         self.checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:

@@ -324,9 +324,10 @@ class ContextualPrompts(nn.Module):
 
     def mean_gates(self) -> dict[str, list[float]]:
         """The mean gate by modality and layer over the training samples since the last call (NaN without any)."""
-        sums, counts = self.gate_sums.double().cpu()
+        sums, counts = self.gate_sums.cpu()
+        means = (sums / counts).tolist()
         self.gate_sums.zero_()
-        return dict(zip(self.modalities, (sums / counts).tolist(), strict=True))
+        return dict(zip(self.modalities, means, strict=True))
 
 
 def _layer_of(modules: nn.Module, layer: int) -> nn.Module | None:
