@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,16 +15,19 @@ from scipy.stats import ks_2samp
 from torch import nn
 
 from subspan.errors import NonFinite
-from subspan.optim import LOZO, LOZOPlus, MeZO, alignment, replay
-from subspan.optim.zeroth_order.algebra import (
+from subspan.optim import (
+    LOZO,
+    LOZOPlus,
+    MeZO,
+    alignment,
     candidate_scores,
     lge,
     query_gain,
-    scales,
+    replay,
     select_directions,
     transfer_momentum,
-    unit_columns,
 )
+from subspan.optim.zeroth_order.algebra import scales, unit_columns
 from subspan.optim.zeroth_order.blocks import seeded
 
 SHAPES = [(3, 4, 1), (3, 4, 2), (5, 6, 3), (6, 8, 4)]
@@ -147,7 +151,7 @@ def test_l7_every_step_goes_down_the_slope_refresh_steps_included(scaling):
         before = X.detach().clone()
         optimizer.step(lambda: quadratic(X))
         gain = float((before * (X.detach() - before)).sum())
-        assert gain == pytest.approx(-1e-5 * optimizer.last.c**2 * update, rel=1e-4)
+        assert gain == pytest.approx(-1e-5 * optimizer.last.c**2 * update, rel=1e-9)
         assert gain < 0
 
 
@@ -170,10 +174,11 @@ def test_l9_l10_what_is_kept_scores_at_least_the_mean_of_the_pool(scores, thresh
 
 
 @pytest.mark.parametrize(
-    ("q", "noisy", "exact", "best"), [(2, 1.40, 1.64, 1.64), (4, 1.84, 2.29, 2.47), (8, 2.14, 2.52, 3.45)]
+    ("q", "noisy", "exact", "best"),
+    [(2, 1.40, 1.64, 1.64), (4, 1.84, 2.29, 2.47), (8, 2.14, 2.52, 3.45), (16, 2.26, 2.54, 4.56)],
 )
 def test_l11_selection_raises_the_energy_of_a_rank_one_gradient(q, noisy, exact, best):
-    pools = 40_000
+    pools = 100_000
     true = gaussian(pools, q, seed=1).square()
     probed = true * gaussian(pools, q, seed=2).square()
     figures = []
@@ -184,7 +189,7 @@ def test_l11_selection_raises_the_energy_of_a_rank_one_gradient(q, noisy, exact,
         figures.append(float(((true * mask).sum(1) / mask.sum(1)).mean()))
         for i in range(50):
             assert sorted(select_directions(scores[i], threshold, q)[0]) == mask[i].nonzero().flatten().tolist()
-    assert figures == pytest.approx([noisy, exact, best], abs=0.05)
+    assert figures == pytest.approx([noisy, exact, best], abs=0.03)
 
 
 def test_l12_the_query_model():
@@ -477,6 +482,24 @@ def test_weight_decay_of_the_low_rank_back_end_reaches_the_weight_at_the_end_of_
     torch.testing.assert_close(model.down.weight.detach(), start * (1 - 0.5e-3) ** 2)
 
 
+def test_weight_decay_of_either_back_end_ends_in_the_same_weight_also_across_a_state():
+    """On a loss that is linear in the weight, slopes do not depend on what has decayed already."""
+    layer, x, g = nn.Linear(9, 8, bias=False, dtype=torch.float64), gaussian(5, 9), gaussian(5, 8, seed=1)
+    inplace, hooked, moved = layer, copy.deepcopy(layer), copy.deepcopy(layer)
+    options = {"lr": 1e-2, "interval": 3, "weight_decay": 0.5}
+    one = LOZO(inplace.parameters(), **options)
+    two = LOZO(hooked.parameters(), model=hooked, **options)
+    run(one, lambda: (g * inplace(x)).sum(), 5)
+    run(two, lambda: (g * hooked(x)).sum(), 5)
+    with torch.no_grad():
+        moved.weight.copy_(hooked.weight)
+    three = LOZO(moved.parameters(), **options)
+    three.load_state_dict(copy.deepcopy(two.state_dict()))
+    two.merge()
+    for weight in (hooked.weight, moved.weight):
+        torch.testing.assert_close(weight, inplace.weight, rtol=0, atol=1e-9)
+
+
 @everyone
 def test_it_learns(kind):
     X = problem(20, 20)
@@ -517,6 +540,87 @@ def test_each_variant_of_lozo_plus_descends_and_resumes(options):
     run(resumed, closure(twin), 14)
     assert all(torch.equal(p, q) for p, q in zip(model, twin, strict=True))
     assert float(sum(quadratic(p.detach()) for p in model)) < start
+
+
+G20, START20 = gaussian(20, 20, seed=3), gaussian(20, 20)
+
+
+def chosen(loss=None, **options):
+    """A LOZO+ after its first step on 20 x 20 numbers; <G, X> has the same slopes wherever the probes lead."""
+    X = nn.Parameter(START20.clone())
+    options = {"lr": 1e-3, "max_rank": 3, "candidates": 6, "score": "energy", "restore": "exact"} | options
+    optimizer = LOZOPlus([X], **options)
+    optimizer.step(lambda: (G20 * X).sum() if loss is None else loss(X))
+    return optimizer, X.detach() - START20
+
+
+def along_probes(optimizer, candidates, probes=1):
+    """Sum of c_i Z_i over probes of the first pool, on <G, X>."""
+    block, total = optimizer.blocks[0], torch.zeros_like(START20)
+    for i in candidates:
+        for j in range(probes):
+            optimizer.t, t = 0, optimizer.t
+            left, right = optimizer._probe([block], i, j).factors[block]
+            optimizer.t = t
+            total += (G20 * (left @ right.mT)).sum() * left @ right.mT
+    return total
+
+
+def test_what_is_moved_along_the_probes():
+    _, inner = chosen(probe_update="none")
+    optimizer, _ = chosen()
+    everything = along_probes(optimizer, range(6))
+    for option, wanted in (
+        ("all", everything),
+        ("mean", everything / 6**0.5),
+        ("kept", along_probes(optimizer, optimizer.last.kept)),
+    ):
+        torch.testing.assert_close(chosen(probe_update=option)[1] - inner, -1e-3 * wanted, rtol=1e-6, atol=1e-9)
+    twice, moved = chosen(probes=2)
+    inner = chosen(probes=2, probe_update="none")[1]
+    torch.testing.assert_close(moved - inner, -1e-3 * along_probes(twice, range(6), 2) / 2, rtol=1e-6, atol=1e-9)
+
+
+def test_a_candidate_s_energy_is_the_mean_over_its_probes():
+    optimizer, _ = chosen(probes=2)
+    block = optimizer.blocks[0]
+    optimizer.t = 0
+    pairs = [[optimizer._probe([block], i, j).factors[block] for j in range(2)] for i in range(6)]
+    energies = [sum(float((G20 * (u @ v.mT)).sum()) ** 2 for u, v in two) / 2 for two in pairs]
+    assert optimizer.last.tau == pytest.approx(sum(energies) / 6)
+
+
+def test_a_smoothed_threshold_has_no_bias_from_its_start():
+    taus = {}
+    for ema in (None, 0.5):
+        X = nn.Parameter(START20.clone())
+        optimizer = LOZOPlus([X], lr=0.0, candidates=5, interval=1, carry=False, ema=ema, score="energy")
+        taus[ema] = [info.tau for info in run(optimizer, lambda X=X: (G20 * X).sum(), 3)]
+    a, b, c = taus[None]
+    assert taus[0.5] == pytest.approx([a, (a + 2 * b) / 3, (a + 2 * b + 4 * c) / 7])
+
+
+def test_orthogonal_columns_and_columns_of_one_length():
+    right = chosen(orthogonalize=True, threshold=0.0)[0].right
+    (V,) = right.values()
+    torch.testing.assert_close(V.mT @ V, 20 * torch.eye(3, dtype=torch.float64))
+    (V,) = chosen(threshold=0.0)[0].right.values()
+    torch.testing.assert_close(V.square().sum(0), torch.full((3,), 20.0, dtype=torch.float64))
+
+
+def test_the_cap_bounds_the_rate_by_the_curvature_of_what_was_kept():
+    free, moved = chosen(quadratic, score="decrease", probe_update="none")
+    capped, less = chosen(quadratic, score="decrease", probe_update="none", curvature_cap=0.1)
+    assert capped._rate(capped.blocks[0]) == pytest.approx(0.1 / free.last.kappa)
+    torch.testing.assert_close(less, moved * 0.1 / free.last.kappa / 1e-3)
+    assert math.isnan(chosen()[0].last.kappa)  # energies need no curvature, and none was measured
+
+
+def test_the_random_control_does_not_look_at_the_loss():
+    kept = [chosen(lambda X, s=s: (gaussian(20, 20, seed=s) * X).sum(), score="random")[0].last.kept for s in range(4)]
+    assert kept == kept[:1] * 4
+    others = [chosen(lambda X, s=s: (gaussian(20, 20, seed=s) * X).sum())[0].last.kept for s in range(4)]
+    assert others != others[:1] * 4
 
 
 def test_layerwise_pools_keep_other_candidates_for_other_matrices_and_cost_a_pool_each():
@@ -600,6 +704,7 @@ def test_suggested_rate_is_one_over_the_mean_curvature():
     assert torch.allclose(X, problem(10, 12))
     with pytest.raises(ValueError, match="no curvature"):
         optimizer.suggest_lr(lambda: X.sum())
+    assert LOZO([X], rank=2).suggest_lr(lambda: quadratic(X), n=40) == pytest.approx(1 / 120, rel=0.3)
 
 
 # Section 9
@@ -621,7 +726,9 @@ def test_suggested_rate_is_one_over_the_mean_curvature():
         (lambda p: LOZOPlus(p, score="best"), "score"),
         (lambda p: LOZOPlus(p, ema=1.0), "ema"),
         (lambda p: LOZOPlus(p, curvature_cap=0.0), "curvature_cap"),
+        (lambda p: LOZOPlus(p, mode="step", momentum=0.9), "momentum"),
         (lambda p: MeZO(p, n_dirs=0), "n_dirs"),
+        (lambda p: MeZO(p).suggest_lr(lambda: 1.0, n=0), "n must"),
         (lambda p: MeZO([]), "empty"),
         (lambda p: MeZO([p[0].requires_grad_(False)]), "frozen"),
     ],
@@ -685,6 +792,36 @@ def test_a_loss_that_is_not_finite_is_raised_or_skipped(kind):
         optimizer.step(lambda: quadratic(X))
 
 
+@pytest.mark.parametrize(
+    "options", [{"probe_update": "kept"}, {"merge": "weighted"}, {"merge": "weighted", "ema": 0.5}]
+)
+def test_a_pool_without_a_finite_probe_leaves_the_weights_finite(options):
+    X = problem()
+    calls = itertools.count()
+    optimizer = LOZOPlus([X], lr=1e-4, candidates=3, max_rank=2, **options)
+    optimizer.step(lambda: math.nan if 1 <= next(calls) <= 6 else quadratic(X))
+    assert X.isfinite().all()
+    assert optimizer.last.rank == 1
+
+
+def test_step_mode_drops_a_probe_that_is_not_finite():
+    X = problem()
+    calls = itertools.count()
+    optimizer = LOZOPlus([X], lr=1e-4, mode="step", budget=4, max_rank=2, threshold=0.0)
+    optimizer.step(lambda: math.nan if next(calls) == 0 else quadratic(X))
+    assert optimizer.last.queries == 6
+    assert math.isfinite(optimizer.last.c)
+
+
+def test_queries_of_a_step_that_fails_count():
+    X = problem()
+    calls = itertools.count()
+    optimizer = LOZOPlus([X], lr=1e-4, candidates=3, max_rank=2)
+    with pytest.raises(NonFinite):
+        optimizer.step(lambda: math.nan if next(calls) > 6 else quadratic(X))
+    assert optimizer.total_queries == 1 + 2 * 3 + 2
+
+
 def test_a_probe_that_is_not_finite_drops_its_candidate():
     X = problem()
     calls = itertools.count()
@@ -738,6 +875,16 @@ def test_thin_matrices_and_vectors_move_densely():
     optimizer.step(lambda: sum(quadratic(p) for p in params))
     groups = [{"params": [problem(20, 20)], "low_rank": False}, {"params": [problem(20, 20)], "rank": 4}]
     assert [b.rank for b in LOZO(groups).blocks] == [0, 4]
+    with pytest.warns(UserWarning, match="twice the rank 4: all of them move densely"):
+        LOZOPlus([problem(8, 64), problem(64, 8)])
+
+
+def test_a_refresh_in_which_some_layers_are_silent_is_no_warning():
+    params = [problem(seed=s) for s in range(5)]
+    optimizer = LOZOPlus(params, lr=1e-3, candidates=2, max_rank=1, interval=1, layerwise=True, score="energy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(optimizer, lambda: quadratic(params[0]), 3)
 
 
 def test_a_weight_that_is_read_without_its_layer_is_perturbed_in_place():
@@ -755,6 +902,9 @@ def test_a_weight_that_is_read_without_its_layer_is_perturbed_in_place():
     x = torch.randn(4, 6, generator=generator())
     optimizer = LOZO(model.named_parameters(), lr=1e-2, model=model)
     before = model.read.weight.clone()
+    inplace = LOZO(model.named_parameters(), lr=1e-2)
+    rates = [o.suggest_lr(lambda: model(x).square().mean()) for o in (optimizer, inplace)]
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
     optimizer.step(lambda: model(x).square().mean())
     assert [b.name for b in optimizer.weights.slots] == ["called.weight"]
     assert not torch.equal(model.read.weight, before)
@@ -769,6 +919,47 @@ def test_a_layer_that_does_more_than_its_kind_is_perturbed_in_place():
     optimizer = LOZO(embed.named_parameters(), lr=1e-2, model=embed)
     assert not optimizer.weights.slots
     optimizer.step(lambda: embed(torch.arange(12)).square().mean())
+    tied = nn.ModuleList([nn.Embedding(12, 8), Scaled(12, 8)])
+    tied[1].weight = tied[0].weight
+    for model in (tied, nn.Embedding(12, 8, max_norm=1.0), nn.Conv2d(12, 16, 3, groups=2)):
+        assert not LOZO(model.named_parameters(), model=model).weights.slots
+
+
+def test_a_layer_called_on_one_vector_or_by_keyword():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(9, 8, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    model = Named()
+    twin, x = copy.deepcopy(model), gaussian(9)
+    hooked = LOZO(model.named_parameters(), lr=1e-3, model=model)
+    inplace = LOZO(twin.named_parameters(), lr=1e-3)
+    hooked.step(lambda: model(x).square().sum())
+    inplace.step(lambda: twin(x).square().sum())
+    assert list(hooked.weights.slots)
+    assert hooked.last.c == pytest.approx(inplace.last.c, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_compiled_model_takes_the_steps_of_a_plain_one(used_before, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # its checks cannot be traced
+    model = nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 9)).double()
+    twin, x = copy.deepcopy(model), gaussian(4, 9)
+    compiled = torch.compile(model, backend="eager")
+    if used_before:  # its hooks are no longer looked for: weights then move in place
+        with torch.no_grad():
+            compiled(x)
+    one = LOZO(model.named_parameters(), lr=1e-2, interval=2, model=model)
+    two = LOZO(twin.named_parameters(), lr=1e-2, interval=2, model=twin)
+    for _ in range(5):
+        one.step(lambda: compiled(x).square().mean())
+        two.step(lambda: twin(x).square().mean())
+        assert one.last.c == pytest.approx(two.last.c, rel=1e-7)
 
 
 def test_weights_are_untouched_while_the_low_rank_back_end_looks():
@@ -797,6 +988,24 @@ def test_channels_last_kernels_and_double_use():
     assert torch.linalg.matrix_rank(update, rtol=1e-3) <= 2
 
 
+def test_a_query_is_the_mean_over_processes(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(3.0))
+    optimizer = MeZO([problem()])
+    optimizer.step(lambda: 1.0)
+    assert optimizer.last.losses == [1.0, 1.0]
+    assert optimizer.last.loss == 1.0
+    optimizer.step(lambda: 5.0)
+    assert optimizer.last.loss == 2.0
+
+
+def test_streams_of_devices_that_hold_no_parameter_are_left_alone(monkeypatch):
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("this seeds every accelerator"))
+    MeZO([problem()]).step(lambda: 1.0)
+
+
 def test_measure_and_step_apart_do_what_step_does():
     X, Y = problem(), problem()
     one, two = LOZO([X], lr=1e-3), LOZO([Y], lr=1e-3)
@@ -810,9 +1019,11 @@ def test_measure_and_step_apart_do_what_step_does():
 
 def test_states_of_other_optimisers_and_late_groups_are_refused():
     optimizer = LOZOPlus([problem()])
-    with pytest.raises(ValueError, match="LOZOPlus"):
+    with pytest.raises(ValueError, match="the state of LOZO, not of LOZOPlus"):
         optimizer.load_state_dict(LOZO([problem()]).state_dict())
-    with pytest.raises(ValueError, match="zeroth-order"):
+    with pytest.raises(ValueError, match="the state of LOZOPlus, not of LOZO"):
+        LOZO([problem()]).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the state of another optimiser"):
         MeZO([problem()]).load_state_dict(torch.optim.SGD([problem()], lr=1.0).state_dict())
     with pytest.raises(ValueError, match="new optimiser"):
         optimizer.add_param_group({"params": [problem()]})
@@ -826,6 +1037,15 @@ def test_generators_of_different_keys_differ_and_of_equal_keys_agree():
     assert seeded(device, "a", 1).initial_seed() == seeds[0]
 
 
+def test_noise_on_16_bits_is_rounded_once():
+    start = gaussian(40).float()
+    X, Y = nn.Parameter(start.bfloat16()), nn.Parameter(start.bfloat16().float())
+    with torch.no_grad():
+        for p in (X, Y):
+            MeZO([p]).blocks[0].add_noise(1e-2, 5)
+    assert torch.equal(X, Y.bfloat16())
+
+
 def test_noise_in_pieces_is_noise_in_one(monkeypatch):
     X = nn.Parameter(torch.zeros(50, 40))
     optimizer = MeZO([X])
@@ -836,25 +1056,28 @@ def test_noise_in_pieces_is_noise_in_one(monkeypatch):
     assert torch.unique(X.detach()).numel() > 1990
 
 
-def trainer(folder, kind, steps, resume=False, **arguments):
+def trainer(folder, kind, steps, resume=False, compute_loss_func=None, dropout=0.1, **arguments):
     from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-    from subspan.optim.zeroth_order.trainer import ZOTrainer
+    from subspan.optim import ZOTrainer
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         shape = BertConfig(
-            vocab_size=30, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-        )
+            vocab_size=30, hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )  # fmt: skip
         model = BertForSequenceClassification(shape)
     rows = [{"input_ids": torch.randint(0, 30, (6,), generator=generator(i)), "labels": i % 2} for i in range(16)]
     options = {} if kind == "mezo" else {"model": model}
     made = ZOTrainer(
         model=model,
         args=TrainingArguments(
-            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=2, report_to=[],
-            logging_steps=1, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", **arguments,
+            output_dir=str(folder), max_steps=steps, save_steps=2, report_to=[],
+            logging_steps=1, use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+            **{"per_device_train_batch_size": 4} | arguments,
         ),
+        compute_loss_func=compute_loss_func,
         train_dataset=rows,
         optimizers=(FAMILY[kind](model.named_parameters(), **options), None),
     )  # fmt: skip
@@ -885,15 +1108,40 @@ def test_trainer_resumes_bit_for_bit_and_saves_merged_weights(tmp_path, kind):
 
 
 def test_trainer_takes_micro_batches_as_one_batch(tmp_path):
-    whole = trainer(tmp_path / "a", "lozo", 2, gradient_accumulation_steps=2)
+    options = {"dropout": 0.0, "label_smoothing_factor": 0.1}
+    whole = trainer(tmp_path / "a", "lozo", 2, gradient_accumulation_steps=2, **options)
     assert whole._zeroth_order().t == 2
     assert whole._zeroth_order().total_queries == 4 + 1
+    one = trainer(tmp_path / "b", "lozo", 2, per_device_train_batch_size=8, **options)
+    assert whole._zeroth_order().last.losses == pytest.approx(one._zeroth_order().last.losses, rel=1e-5)
+    whole.model_accepts_loss_kwargs = whole.label_smoother = None  # a model that averages each micro-batch by itself
+    rows = [whole.data_collator(whole.train_dataset[i : i + 2]) for i in (0, 2)]
+    with torch.no_grad():
+        for batch, ends in zip(rows, (False, True), strict=True):
+            whole.accelerator.gradient_state._set_sync_gradients(ends)
+            loss = whole.training_step(whole.model, batch, num_items_in_batch=4)
+        alone = [float(whole.compute_loss(whole.model, {**batch})) for batch in rows]
+    assert float(loss) == pytest.approx(sum(alone) / 2, rel=1e-3)
+
+
+def test_trainer_asks_a_loss_that_takes_the_labels_as_often_as_it_likes(tmp_path):
+    seen = []
+
+    def errors(outputs, labels, num_items_in_batch):
+        seen.append(labels.tolist())
+        return (outputs.logits.argmax(-1) != labels).sum() / num_items_in_batch
+
+    halves = trainer(tmp_path / "a", "lozo", 1, compute_loss_func=errors, dropout=0.0, gradient_accumulation_steps=2)
+    assert len(seen) == 6
+    assert len({len(labels) for labels in seen}) == 1
+    whole = trainer(tmp_path / "b", "lozo", 1, compute_loss_func=errors, dropout=0.0, per_device_train_batch_size=8)
+    assert halves._zeroth_order().last.losses == pytest.approx(whole._zeroth_order().last.losses)
 
 
 def test_trainer_refuses_other_optimisers(tmp_path):
     from transformers import TrainingArguments
 
-    from subspan.optim.zeroth_order.trainer import ZOTrainer
+    from subspan.optim import ZOTrainer
 
     made = ZOTrainer(model=nn.Linear(2, 2), args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     made.create_optimizer()

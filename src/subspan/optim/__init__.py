@@ -29,13 +29,21 @@ from subspan.optim.routing import (
     route_parameters,
 )
 from subspan.optim.study import StudyConfig, Task, digits_task, finetune, pretrain, run_study
-from subspan.optim.zeroth_order.algebra import alignment, query_gain
+from subspan.optim.zeroth_order.algebra import (
+    alignment,
+    candidate_scores,
+    lge,
+    query_gain,
+    select_directions,
+    transfer_momentum,
+)
 from subspan.optim.zeroth_order.base import StepInfo, ZOOptimizer, replay
 from subspan.optim.zeroth_order.optimizers import LOZO, MeZO
 from subspan.optim.zeroth_order.plus import LOZOPlus
 
 if TYPE_CHECKING:
     from subspan.optim.output_space.classifier import ZeroOneClassifier
+    from subspan.optim.zeroth_order.trainer import ZOTrainer
 
 __all__ = [
     "LOZO",
@@ -56,9 +64,11 @@ __all__ = [
     "SubprocessLoss",
     "Task",
     "ZOOptimizer",
+    "ZOTrainer",
     "ZeroOneClassifier",
     "alignment",
     "build_muon_groups",
+    "candidate_scores",
     "compute_loss_func",
     "describe",
     "digits_task",
@@ -68,6 +78,7 @@ __all__ = [
     "fingerprint",
     "forgetting",
     "from_torch_muon",
+    "lge",
     "metric_loss",
     "mismatch_table",
     "muon_from_peft",
@@ -79,8 +90,10 @@ __all__ = [
     "replay",
     "route_parameters",
     "run_study",
+    "select_directions",
     "suggest_pairs",
     "top_coordinates",
+    "transfer_momentum",
     "truncated_cross_entropy",
     "truncated_square",
     "update_strength",
@@ -93,4 +106,8 @@ def __getattr__(name: str) -> Any:
         from subspan.optim.output_space.classifier import ZeroOneClassifier
 
         return ZeroOneClassifier
+    if name == "ZOTrainer":  # and transformers longer
+        from subspan.optim.zeroth_order.trainer import ZOTrainer
+
+        return ZOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

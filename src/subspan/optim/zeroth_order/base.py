@@ -58,8 +58,12 @@ class Query:
     def __call__(self) -> float:
         accelerators = [d for d in self.devices if d.type != "cpu"]
         kind = accelerators[0].type if accelerators else "cuda"
+        seed = seeded(torch.device("cpu"), "closure", *self.key).initial_seed()
         with torch.random.fork_rng(accelerators, device_type=kind):
-            torch.manual_seed(seeded(torch.device("cpu"), "closure", *self.key).initial_seed())
+            # torch.manual_seed would also move the streams of devices that were not forked.
+            torch.default_generator.manual_seed(seed)
+            for device in accelerators:
+                getattr(torch, kind).default_generators[device.index].manual_seed(seed)
             try:
                 loss = self.closure()
             except RuntimeError as error:
@@ -181,10 +185,11 @@ class ZOOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def measure(self, closure: Closure) -> StepInfo:
-        """Evaluate the loss along the next direction(s); ``step()`` then moves. Weights are as before afterwards.
+        """Evaluate the loss along the next direction(s); ``step()`` then moves. Weights are as before afterwards, but
+        for the start of a period of LOZO+, which has moved along its probes, also where the step itself then fails.
 
         Raises:
-            NonFinite: the loss is NaN or infinite (unless ``on_nonfinite="skip"``); nothing was changed.
+            NonFinite: the loss is NaN or infinite (unless ``on_nonfinite="skip"``).
             ValueError: the closure returns no single number, or calls backward.
         """
         if self._pending is not None:
@@ -192,15 +197,17 @@ class ZOOptimizer(torch.optim.Optimizer, ABC):
         devices = list({b.param.device for b in self.blocks})
         query = Query(closure, (self.seed, self.t), devices)
         before = self._settle(Query(closure, (self.seed, self.t), devices))
-        facts = self._refresh(query)
-        moves, loss, c = self._explore(query)
+        try:
+            facts = self._refresh(query)
+            moves, loss, c = self._explore(query)
+        finally:
+            queries = before + len(query.losses)
+            self.total_queries += queries
         if not math.isfinite(c):
             if self.on_nonfinite == "raise":
                 raise NonFinite(f"the loss is {loss} in step {self.t + 1}; {self._suspect()}")
             moves = []
         rates = [float(g["lr"]) for g in self.param_groups]
-        queries = before + len(query.losses)
-        self.total_queries += queries
         info = StepInfo(loss, c, queries, query.losses, rates, self._settled or [], **facts)
         self._pending = moves, info
         return info
@@ -261,16 +268,19 @@ class ZOOptimizer(torch.optim.Optimizer, ABC):
         bad = [b.name for b in self.blocks if not b.param.isfinite().all()]
         if bad:
             return f"{', '.join(bad[:3])} already holds NaN or infinity: load an earlier state"
-        return "the weights are finite and unchanged: lower eps or lr, or look at this batch"
+        return "the weights are finite: lower eps or lr, or look at this batch"
 
     def suggest_lr(self, closure: Closure, n: int = 8) -> float:
         """A learning rate at the edge of stability, 1 / (mean positive curvature along n random directions).
 
         Costs 2 n + 1 queries (not counted) and changes nothing. Raises ``ValueError`` where no direction curves up.
         """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
         curvatures = []
         with torch.no_grad():
             query = Query(closure, (self.seed, self.t), list({b.param.device for b in self.blocks}))
+            self._settle(query)
             centre = query()
             for i in range(n):
                 plus, minus = self.weights.evaluate(self._direction("suggest", i), self.eps, query)
@@ -299,7 +309,15 @@ class ZOOptimizer(torch.optim.Optimizer, ABC):
     # State: numbers, and what the blocks accumulate. Directions are drawn again.
 
     def _numbers(self) -> dict[str, Any]:
-        return {"t": self.t, "total_queries": self.total_queries, "seed": self.seed, "settled": self._settled}
+        kind = type(self).__name__
+        counts = {"t": self.t, "total_queries": self.total_queries, "seed": self.seed, "settled": self._settled}
+        return {"kind": kind, **counts}
+
+    def _numbers_in(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        kind = state_dict.get("zeroth_order", {}).get("kind", "another optimiser")
+        if kind != type(self).__name__:
+            raise ValueError(f"this is the state of {kind}, not of {type(self).__name__}")
+        return state_dict["zeroth_order"]
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the counters under "zeroth_order". Between ``measure`` and ``step`` there is no state."""
@@ -307,13 +325,11 @@ class ZOOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue a run, bit for bit. Raises ``ValueError`` for the state of another kind of optimiser."""
-        if "zeroth_order" not in state_dict:
-            raise ValueError("this is not the state of a zeroth-order optimiser")
+        numbers = self._numbers_in(state_dict)
         super().load_state_dict(state_dict)
         restore_buffers(self, state_dict)
         for block in self.blocks:  # torch replaces the groups
             block.group = next(g for g in self.param_groups if any(p is block.param for p in g["params"]))
-        numbers = state_dict["zeroth_order"]
         self.t, self.total_queries, self.seed = numbers["t"], numbers["total_queries"], numbers["seed"]
         self._settled = numbers["settled"]
         self.weights.in_place(self._settled or [])

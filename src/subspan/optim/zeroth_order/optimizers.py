@@ -2,6 +2,7 @@
 LOZO: see ``algebra``.
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
@@ -81,6 +82,12 @@ class LOZO(ZOOptimizer):
         self.kept: dict[Block, list[int]] = {}
         """The candidates it consists of."""
         super().__init__(params, lr, rank, low_rank=True, **common)
+        if not self.matrices:
+            warnings.warn(
+                f"no parameter is a matrix with sides longer than twice the rank {rank}: all of them move densely, as "
+                "with MeZO; lower the rank",
+                stacklevel=2,
+            )
 
     @property
     def matrices(self) -> list[Block]:

@@ -22,16 +22,17 @@ class Slot:
         """What the period has added so far, (A, V): the weight counts as X + A V^T."""
         self.probe: tuple[Tensor, Tensor] | None = None
         self.fired = False
-        self.handles = [layer.register_forward_hook(self) for layer in layers]
+        self.handles = [layer.register_forward_hook(self, with_kwargs=True) for layer in layers]
 
-    def __call__(self, layer: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def __call__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
         self.fired = True
+        (x,) = (*args, *kwargs.values())
         if self.probe and self.total and self.probe[1] is self.total[1]:
             terms = [(self.total[0] + self.probe[0], self.total[1])]
         else:
             terms = [term for term in (self.total, self.probe) if term]
         for left, right in terms:
-            output = add_low_rank_output(output, layer, args[0], left.to(output.dtype), right.to(output.dtype))
+            output = add_low_rank_output(output, layer, x, left.to(output.dtype), right.to(output.dtype))
         return output
 
     def remove(self) -> None:
@@ -48,7 +49,7 @@ def add_low_rank_output(
     if isinstance(layer, nn.Conv2d):
         kernel = right.mT.reshape(-1, *layer.weight.shape[1:])
         return output.add_(torch.einsum("mr,...rhw->...mhw", left, layer._conv_forward(x, kernel, None)))
-    inner = (x.to(right.dtype) @ right).flatten(0, -2)
+    inner = (x.to(right.dtype) @ right).reshape(-1, right.shape[1])
     output.view(-1, output.shape[-1]).addmm_(inner, left.mT)
     return output
 

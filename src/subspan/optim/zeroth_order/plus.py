@@ -95,6 +95,8 @@ class LOZOPlus(LOZO):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+        if mode == "step" and momentum:
+            raise ValueError(f"mode='step' keeps no direction from step to step: leave out momentum={momentum}")
         for name, bound in (("curvature_cap", curvature_cap), ("clip_c", clip_c)):
             if bound is not None and not bound > 0:
                 raise ValueError(f"{name} must be positive, got {bound}")
@@ -124,20 +126,24 @@ class LOZOPlus(LOZO):
         fresh = list(range(self._fresh, self._fresh + self.candidates))
         self._fresh += self.candidates
         kept: dict[Block, list[int]] = {}
-        moves, taus, curvatures = [], [], []
+        moves, taus, curvatures, mute = [], [], [], True
         for blocks, mean in zip(self._pools, self._means, strict=True):
             pool = (self.kept.get(blocks[0], []) if self.carry else []) + fresh
             c, kappa = self._probe_pool(blocks, pool, centre, query)
             chosen, tau = self._choose(c, kappa, mean)
             ids = [pool[i] for i in chosen]
             kept |= dict.fromkeys(blocks, ids)
-            self.coefficients |= {b: [float(c[i].mean()) for i in chosen] for b in blocks}
+            # Where every probe failed, the candidate that is kept for want of a better one has no slope.
+            slopes = c[chosen].mean(1).nan_to_num(0.0, 0.0, 0.0).tolist()
+            self.coefficients |= {b: slopes for b in blocks}
             moves += self._probe_moves(blocks, pool, c, chosen)
+            mute &= not c.any()
             taus.append(tau)
             curvatures += kappa[chosen].tolist()
+        self._listen(mute)
         for direction, c in moves:  # (3.5, step 6)
             ZOOptimizer._move(self, direction, c)
-        curvature = sum(curvatures) / len(curvatures)
+        curvature = sum(curvatures) / len(curvatures) if math.isfinite(centre) else math.nan
         if self.curvature_cap:
             self._cap = self.curvature_cap / curvature if curvature > 0 else math.inf
         self._adopt(kept)
@@ -159,7 +165,6 @@ class LOZOPlus(LOZO):
         for i, candidate in enumerate(pool):
             for j in range(self.probes):
                 plus[i, j], minus[i, j] = self.weights.evaluate(self._probe(blocks, candidate, j), self.eps, query)
-        self._listen(bool((plus == minus).all()))
         c = (plus - minus) / (2 * self.eps)
         if self.score != "decrease" and not self.curvature_cap:
             return c, torch.zeros(len(pool), dtype=torch.float64)
@@ -191,7 +196,8 @@ class LOZOPlus(LOZO):
         """The probes as estimates of the gradient: directions, and what to move along each."""
         if self.probe_update == "none":
             return []
-        which = chosen if self.probe_update == "kept" else [i for i in range(len(pool)) if c[i].isfinite().all()]
+        which = chosen if self.probe_update == "kept" else range(len(pool))
+        which = [i for i in which if c[i].isfinite().all()]
         share = self.probes * (len(pool) ** 0.5 if self.probe_update == "mean" else 1.0)
         return [(self._probe(blocks, pool[i], j), float(c[i, j]) / share) for i in which for j in range(self.probes)]
 
@@ -220,17 +226,20 @@ class LOZOPlus(LOZO):
         kept: list[tuple[Direction, float]] = []
         losses = []
         tau = self.threshold * self._slopes.value if self._slopes.weight else 0.0
-        while len(tried) < self.budget and len(kept) < self.max_rank:
-            number = self.t * self.budget + len(tried)
+        for number in range(self.t * self.budget, (self.t + 1) * self.budget):
             direction = self._probe(self.matrices, number, 0)
             c, loss = self._slope(direction, query)
+            if not math.isfinite(c):
+                continue
             tried.append((direction, c))
             losses.append(loss)
             if abs(c) >= tau:
                 kept.append(tried[-1])
-        mean = sum(abs(c) for _, c in tried) / len(tried)
-        if math.isfinite(mean):
-            self._slopes.update(mean)
+            if len(kept) == self.max_rank:
+                break
+        if not tried:
+            return [], math.nan, math.nan
+        self._slopes.update(sum(abs(c) for _, c in tried) / len(tried))
         moves = kept or [max(tried, key=lambda pair: abs(pair[1]))]
         return moves, sum(losses) / len(losses), sum(c for _, c in tried) / len(tried)
 
@@ -264,9 +273,7 @@ class LOZOPlus(LOZO):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        numbers = state_dict.get("zeroth_order", {})
-        if "averages" not in numbers:
-            raise ValueError("this is not the state of a LOZOPlus")
+        numbers = self._numbers_in(state_dict)
         self._fresh, self._cap = numbers["fresh"], numbers["cap"]
         self._mute_pools, self._said_noise = numbers["mute_pools"], numbers["said_noise"]
         self.coefficients = {self.blocks[i]: list(v) for i, v in numbers["coefficients"].items()}

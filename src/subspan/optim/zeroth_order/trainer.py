@@ -33,10 +33,12 @@ class ZOTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         held, self._held = self._held, []
-        summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        summed = counted or self.compute_loss_func is not None
 
         def closure() -> Tensor:
-            losses: list[Any] = [self.compute_loss(model, b, num_items_in_batch=num_items_in_batch) for b in held]
+            # compute_loss may take the labels out of its inputs, and is called more than once.
+            losses: list[Any] = [self.compute_loss(model, {**b}, num_items_in_batch=num_items_in_batch) for b in held]
             total = torch.stack(losses).sum()
             return total if summed else total / len(held)
 
