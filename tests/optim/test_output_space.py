@@ -343,6 +343,20 @@ def test_masked_samples_with_groups_do_not_count():
     assert found.value[1] == 0
 
 
+def test_with_groups_the_shift_is_each_group_s_own():
+    z, y = gaussian(5, 6, seed=1), torch.arange(10).view(5, 2) % 3
+
+    def two_labels(x, y):
+        return zero_one(x.unflatten(-1, (2, 3)), y)
+
+    options = {"sigma": 1.0, "credit": "elementwise", "invariance": "shift", "vectorized": True}
+    found = output_gradient(z, two_labels, y, generator=generator(), **options)
+    assert found.grad.unflatten(-1, (2, 3)).sum(-1).abs().max() < 1e-12
+    free = output_gradient(z, two_labels, y, generator=generator(), **options | {"invariance": None})
+    grouped = free.grad.unflatten(-1, (2, 3))
+    torch.testing.assert_close(found.grad, (grouped - grouped.mean(-1, keepdim=True)).flatten(-2))
+
+
 def test_groups_of_coordinates_get_their_own_losses():
     z, t = gaussian(6, seed=1), gaussian(6, seed=2)
 
@@ -459,6 +473,8 @@ def test_suggested_pairs_reach_the_cosine():
     (truth,) = torch.autograd.grad(cross_of(leaf, y).sum(), leaf)
     found = output_gradient(z, cross_of, y, sigma=0.5, pairs=m, generator=generator(7)).grad
     assert float(torch.cosine_similarity(found.flatten(), truth.flatten(), 0)) == pytest.approx(0.9, abs=0.05)
+    short = output_gradient(z, cross_of, y, sigma=0.5, pairs=5, stderr=True, generator=generator(3))
+    assert suggest_pairs(short, 0.9) == pytest.approx(m, rel=0.15)  # its own variance does not pass for signal
     with pytest.raises(ValueError, match="between 0 and 1"):
         suggest_pairs(pilot, 1.0)
     with pytest.raises(ValueError, match="stderr=True"):
@@ -520,6 +536,9 @@ def test_a_stochastic_loss_with_a_generator_draws_the_same_for_both_signs():
     for chunk in (None, 2):
         found = output_gradient(z, noisy, t, sigma=1.0, noise=noise, generator=generator(1), chunk=chunk).grad
         torch.testing.assert_close(found, clean, rtol=1e-9, atol=1e-10)
+    values = [output_gradient(z, noisy, t, sigma=1.0, noise=noise, generator=generator(i)).value for i in (1, 1, 2)]
+    assert torch.equal(values[0], values[1])
+    assert (values[0] - values[2]).abs().min() > 1
 
 
 def test_a_metric_of_the_batch_is_one_event():
@@ -667,6 +686,9 @@ def test_a_grad_scaler_and_autocast_do_not_disturb():
     again = OutputSpaceLoss(zero_one, pairs=8)
     with torch.autocast("cpu", torch.bfloat16):
         z = net(x)
+        seen = []
+        output_gradient(z, lambda out, y: seen.append((out @ out.mT).dtype) or zero_one(out, y), y, sigma=1.0)
+    assert set(seen) == {torch.float32}
     again(z, y).backward()
     for p, g in zip(net.parameters(), scaled, strict=True):
         torch.testing.assert_close(p.grad, g, rtol=0.02, atol=1e-4)
@@ -736,7 +758,9 @@ def test_masked_samples_may_be_nan_and_do_not_count():
         return losses
 
     weight = torch.tensor([1.0, 2.0, 0.0, 1.0])
-    value = OutputSpaceLoss(loss, vectorized=True, pairs=32)(z, y, weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing of a sample that counts was dropped
+        value = OutputSpaceLoss(loss, vectorized=True, pairs=32)(z, y, weight=weight)
     value.backward()
     assert value.isfinite()
     assert not z.grad[2].any()
@@ -757,6 +781,9 @@ def test_an_empty_batch_costs_nothing():
         loss.backward()
         assert float(loss.detach()) == 0
         assert not net.weight.grad.any()
+    looped = OutputSpaceLoss(zero_one, vectorized=False)
+    looped(net(torch.zeros(0, 4)), torch.zeros(0, dtype=torch.long))
+    assert looped.spec.vectorized is False
 
 
 @pytest.mark.parametrize("estimator", ["antithetic", "loo", "forward", "orthogonal", "sphere"])
@@ -770,6 +797,15 @@ def test_a_constant_loss_has_exactly_no_gradient(estimator):
         vectorized=True,
     )
     assert not found.grad.any()
+
+
+def test_outputs_that_are_nan_are_no_wrong_answers():
+    z, y = leaf(4).detach(), torch.tensor([0, 1, 2, 0])
+    z[1, 2] = torch.nan
+    z[0, 1] = -torch.inf  # a class that is ruled out
+    with pytest.raises(NonFinite, match="outputs of 1 of 4 samples"):
+        OutputSpaceLoss(zero_one)(z.requires_grad_(), y)
+    assert OutputSpaceLoss(zero_one)(z, y, weight=torch.tensor([1.0, 0.0, 1.0, 1.0])).isfinite()
 
 
 def test_one_sample_one_output_and_ties():
@@ -926,12 +962,13 @@ def test_it_copies_and_prints():
 # Black boxes
 
 SCORER = """
-import json, sys, time
+import json, subprocess, sys, time
 for line in sys.stdin:
     asked = json.loads(line)
     mode = sys.argv[1]
     if mode == "exit": sys.exit(3)
     if mode == "sleep": time.sleep(60)
+    if mode == "child": subprocess.run(["sleep", "60"])
     if mode == "words": print("hello", flush=True); continue
     rows = asked["outputs"]
     losses = [sum((a - t) ** 2 for a, t in zip(row, ts)) / 2 for row, ts in zip(rows, asked["targets"])]
@@ -979,6 +1016,15 @@ def test_a_program_that_fails_is_one_sentence(mode, options, words):
         output_gradient(gaussian(5, 2), box, gaussian(5, 2), sigma=1.0, pairs=2)
 
 
+def test_a_program_that_is_late_goes_with_what_it_started():
+    z = torch.zeros(1, 2, 2)
+    with program("child", timeout=0.5) as box:
+        with pytest.raises(SubspanError, match="did not answer"):
+            box(z, z[0])
+        box.command[-1], box.timeout = "rows", 20.0
+        assert not box(z, z[0]).any()
+
+
 def test_a_program_that_does_not_exist_and_bad_options():
     with pytest.raises(SubspanError, match="does not start"):
         SubprocessLoss(["/no/such/program"])(torch.zeros(1, 2, 3))
@@ -1006,9 +1052,14 @@ def endpoint(monkeypatch):
             if self.path == "/refuse":
                 self.send_error(503)
                 return
+            if self.path == "/babble":
+                self.wfile.write(b"what?\r\n\r\n")
+                return
             losses = [sum(x * x for x in row) / 2 for row in asked["outputs"]]
             body = b"not json" if self.path == "/words" else json.dumps({"losses": losses}).encode()
             self.send_response(200)
+            if self.path == "/cut":
+                self.send_header("Content-Length", "1000")
             self.end_headers()
             self.wfile.write(body)
 
@@ -1031,7 +1082,10 @@ def test_an_endpoint_scores_rows_in_requests(endpoint):
     wanted = output_gradient(z, lambda z: z.square().sum(-1) / 2, sigma=1.0, pairs=2, generator=generator()).grad
     torch.testing.assert_close(found, wanted)
     assert sizes == [4, 4, 2, 4, 4, 2]
-    for path, words in (("refuse", "status 503"), ("words", "instead of"), ("late", "within 0.2 seconds")):
+    for path, words in (
+        ("refuse", "status 503"), ("words", "instead"), ("babble", "cannot be reached"), ("cut", "cannot be reached"),
+        ("late", "within 0.2 seconds"),
+    ):  # fmt: skip
         with pytest.raises(SubspanError, match=words):
             HttpLoss(f"{url}/{path}", timeout=0.2)(z.unsqueeze(0))
     with pytest.raises(SubspanError, match="cannot be reached"):
@@ -1065,6 +1119,8 @@ def test_the_trainer_s_loss_masks_shifts_and_weighs_micro_batches():
     regression = OutputSpaceLoss(truncated_square, pairs=2)
     value = compute_loss_func(regression)({"logits": logits[:, 0]}, torch.zeros(2, 5))
     assert value.requires_grad
+    again = compute_loss_func(OutputSpaceLoss(truncated_square, pairs=2))
+    torch.testing.assert_close(again({"logits": logits[:, 0]}, torch.zeros(2, 5), num_items_in_batch=10), value)
 
 
 def test_transformers_trainer_trains_on_the_error_rate(tmp_path):

@@ -5,8 +5,11 @@ A row is one sample's outputs and its target. Requests hold at most ``rows`` row
 ``per="batch"`` a request is one whole batch, and its answer holds one number. ``null`` stands for NaN.
 """
 
+import http.client
 import json
 import math
+import os
+import signal
 import subprocess
 import urllib.error
 import urllib.request
@@ -118,7 +121,12 @@ class SubprocessLoss(BlackBox):
         if self._process is None:
             try:
                 self._process = subprocess.Popen(
-                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    bufsize=1,
+                    start_new_session=True,  # a group of its own, which can be killed with all that it started
                 )
             except OSError as error:
                 raise SubspanError(f"{self.name} does not start: {error.strerror or error}") from None
@@ -131,7 +139,7 @@ class SubprocessLoss(BlackBox):
         try:
             process.wait(0.2)  # one that is ending by itself has an exit status to tell
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def close(self) -> None:
@@ -191,7 +199,7 @@ class HttpLoss(BlackBox):
                 return answer.read().decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
             raise SubspanError(f"{self.name} refused with status {error.code} ({error.reason})") from None
-        except (OSError, TimeoutError) as error:  # URLError is an OSError
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise SubspanError(f"{self.name} did not answer within {self.timeout:g} seconds") from None

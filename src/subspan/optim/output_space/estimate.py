@@ -141,7 +141,7 @@ def output_gradient(
         options: see ``Options``.
 
     Raises:
-        NonFinite: a loss is NaN or infinite.
+        NonFinite: a loss is NaN or infinite, or the output is NaN.
         TypeError: the output is not floating point.
         ValueError: an option out of range, or a loss of another shape.
     """
@@ -173,7 +173,8 @@ def run(
         raise ValueError(f"a mask or weight needs credit per sample and the shape {lead}, got {tuple(mask.shape)}")
     if z.numel() == 0:
         value = z.new_zeros(() if spec.credit == "batch" else lead)
-        return OutputGradient(torch.zeros_like(z), value, 0, torch.zeros_like(z) if stderr else None), "auto"
+        return OutputGradient(torch.zeros_like(z), value, 0, torch.zeros_like(z) if stderr else None), spec.vectorized
+    _refuse_nan(z, lead, mask)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
         scorer = Scorer.of(loss, target, lead, event, spec.credit, spec.vectorized, spec.as_numpy)
         if scorer.how == "auto":
@@ -188,6 +189,14 @@ def run(
         for first, eps in _pieces(source, count, size, z):
             sums.add(scorer, eps, first)
         return sums.finish(count), scorer.how
+
+
+def _refuse_nan(z: Tensor, lead: tuple[int, ...], mask: Tensor | None) -> None:
+    """A network that has diverged must not pass for one that is wrong now and then: an argmax of NaN is a class too."""
+    bad = z.view(*lead, -1).isnan().any(-1)
+    bad = bad if mask is None else bad & mask
+    if bad.any():
+        raise NonFinite(f"the outputs of {int(bad.sum())} of {bad.numel()} samples are NaN before any noise is added")
 
 
 def _checked_basis(spec: Spec, sigma: float | Tensor, z: Tensor, lead: tuple[int, ...], event: int) -> Tensor | None:

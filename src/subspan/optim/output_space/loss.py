@@ -94,7 +94,7 @@ class OutputSpaceLoss(nn.Module):
             larger logits, so a network can grow out of the noise: a warning is given when the ratio passes 50.
 
     Raises:
-        NonFinite: a loss is NaN or infinite (``on_nonfinite="drop"`` leaves such pairs out).
+        NonFinite: a loss is NaN or infinite (``on_nonfinite="drop"`` leaves such pairs out), or an output is NaN.
         ValueError: outputs without ``requires_grad`` in training, sigma not positive, weights that are negative.
 
     Source: OVLR (ICML 2026, poster 64062).
@@ -253,6 +253,8 @@ def compute_loss_func(
             logits, labels = logits[:, :-1], labels[:, 1:]
         if labels.is_floating_point():
             mask, count = None, logits.new_tensor(len(labels))
+            if num_items_in_batch is not None:  # the Trainer counts numbers, here a row is one item
+                num_items_in_batch = num_items_in_batch / labels[0].numel()
         else:
             mask = labels != ignore_index
             labels, count = labels.where(mask, 0), mask.sum()
