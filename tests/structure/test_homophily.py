@@ -21,6 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from subspan.data import Graph, contextual_sbm
 from subspan.structure import (
     PSAHS,
+    AdjustReport,
     DirGCN,
     HomophilyAdjust,
     adjust_homophily,
@@ -29,9 +30,10 @@ from subspan.structure import (
 )
 from subspan.structure.homophily.adjust import permuted, strength, strength_when_short, weighted_homophily
 from subspan.structure.homophily.edges import coalesce, with_self_loops
+from subspan.structure.homophily.estimator import split_by_class
 from subspan.structure.homophily.networks import DirGCNLayer, Propagation, reverse
-from subspan.structure.homophily.report import collapsed, rewired
-from subspan.structure.homophily.training import Alternation
+from subspan.structure.homophily.report import collapsed, make_report, rewired
+from subspan.structure.homophily.training import Alternation, fit_mlp
 
 CLASSES = 3
 
@@ -348,6 +350,64 @@ def test_t11_the_domain_loss_reaches_the_encoder_reversed():
         torch.testing.assert_close(ours, plain)  # the head itself learns to tell the graphs apart
 
 
+def test_the_domain_accuracy_is_the_mean_of_both_graphs():
+    small = Small()
+    head = small.run.networks.domain[-1]
+    with torch.no_grad():
+        head.bias.copy_(
+            head.bias
+            - small.run.networks.domain(small.run.networks.encoder(small.run.domains[0].x, *small.run.source)).quantile(
+                0.3
+            )
+        )  # three tenths of the source are told rightly
+        z = [
+            small.run.networks.domain(small.run.networks.encoder(d.x, *g))
+            for d, g in zip(small.run.domains, (small.run.source, small.run.target), strict=True)
+        ]
+    right = float((z[0] < 0).double().mean()), float((z[1] >= 0).double().mean())
+    assert right[0] == pytest.approx(0.3)
+    assert right[1] != right[0]
+    assert small.run.loss()[2] == pytest.approx(sum(right) / 2)
+
+
+def test_rates_of_learning_and_of_reversal():
+    schedule = PSAHS(lr=1.0, lambda_max=0.2, epochs=30)._schedule()
+    assert [schedule.rate(e) for e in (0, 49, 50, 100)] == pytest.approx([1.0, 1.0, 0.8, 0.64])
+    assert [schedule.reversal(e) for e in (0, 9, 19, 29)] == pytest.approx([0.01, 0.1, 0.2, 0.2])
+    small = Small()
+    small.run.epoch = 50
+    small.run.step()
+    assert small.run.optimizer.param_groups[0]["lr"] == pytest.approx(0.8 * 3e-3)
+
+
+def test_the_source_is_split_by_class():
+    y = torch.tensor([0] * 10 + [1] * 5 + [2])
+    train, val = split_by_class(y)
+    assert torch.bincount(y[train]).tolist() == [6, 3, 1]
+    assert torch.bincount(y[val]).tolist() == [2, 1]
+    assert not (train & val).any()
+
+
+def test_the_classifier_without_edges_is_fitted_as_specified():
+    domain = Small().run.domains[0]
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Linear(6, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 3)
+    ).double()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.007)
+    for epoch in range(60):
+        optimizer.param_groups[0]["lr"] = 0.007 * (0.8 if epoch >= 50 else 1.0)
+        optimizer.zero_grad()
+        cross_entropy(plain(domain.x[domain.train]), domain.y[domain.train]).backward()
+        optimizer.step()
+    torch.manual_seed(0)
+    fitted = fit_mlp(domain, 3, epochs=60)
+    for a, b in zip(fitted.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any(p.requires_grad for p in fitted.parameters())
+    assert not fitted.training
+
+
 @pytest.mark.parametrize("out_features", [3, 9])  # narrower and wider than the input: both orders of multiplication
 def test_t12_unit_weights_give_the_plain_directed_convolution(out_features):
     torch.manual_seed(0)
@@ -647,6 +707,14 @@ def test_the_target_is_adjusted_when_the_schedule_says_and_always_from_its_origi
     assert len(now - original) <= sum(bool(labels[s] != labels[r]) for s, r in original)  # E' <= 2 E
 
 
+def test_there_are_no_pseudo_labels_before_the_first_epoch_that_may_have_them():
+    run = Small(start_epoch=2).run
+    run.target_logits = lambda: torch.eye(3, dtype=torch.float64)[:1].expand(40, -1)  # as the classifier: class 0
+    for known in (0, 0, 40):
+        run.step()
+        assert int((run.labels >= 0).sum()) == known
+
+
 @pytest.mark.parametrize(("agreement", "changed"), [("none", False), ("all", True)])
 def test_no_agreement_leaves_the_target_as_it_is(graphs, agreement, changed):
     class Oracle(nn.Module):
@@ -876,6 +944,19 @@ def test_report(graphs, mlp):
     summary = report.summary()
     assert summary["source_homophily"] > summary["target_homophily"]
     assert 0 <= summary["exhausted"] <= 1
+    nodes = graphs[0].y == 0
+    known = quietly(PSAHS(mlp=mlp, **FAST), dataclasses.replace(graphs[0], train_mask=nodes), graphs[1])
+    right = mlp(graphs[0].x).argmax(1) == graphs[0].y
+    assert known.report_.mlp_source == pytest.approx(float(right[~nodes].double().mean()))  # held-out nodes only
+    assert float(right[~nodes].double().mean()) != float(right.double().mean())
+
+
+@pytest.mark.parametrize(("adjusted", "short", "share"), [(10, 4, 0.4), (0, 0, 0.0)])
+def test_the_share_of_nodes_without_candidates_is_of_those_adjusted(adjusted, short, share):
+    h = torch.tensor([0.5, math.nan], dtype=torch.float64)
+    names = ("mlp_source", "gnn_source", "gnn_matched", "gnn_adjusted_source")
+    report = make_report(h, h, dict.fromkeys(names, 0.5), AdjustReport(adjusted, 9, short, 0.1, 0.0), 0.5, [])
+    assert report.exhausted == share
 
 
 def test_the_classifier_without_edges_is_recommended_where_edges_mislead():
