@@ -187,7 +187,7 @@ class AOEPTModel(nn.Module):
         return cross_entropy(at_least_float32(logits), labels)
 
     def _consistency(self, traced: Traced, labels: Tensor) -> Tensor:
-        """The mean of the terms that exist (2.4); 0, with its graph, if there are none."""
+        """The mean of the terms that exist (3.7); 0, with its graph, if there are none."""
         positives = labels if self.options.supcon_labels and self.problem_type.startswith("single") else None
         scale, terms, exist = bounded_scale(self.kappa), [], []
         for column, name in enumerate(self.backbone.modalities):

@@ -129,7 +129,7 @@ def coded_nm2i(x: Matrix, y: Matrix, *, n_clusters: int = 10, seed: int = 0) -> 
 
 
 def gaussian_information(x: Matrix, y: Matrix) -> float:
-    """I = -1/2 sum_j ln(1 - rho_j^2) in nats, from the canonical correlations rho of x and y (3.2).
+    """I = -1/2 sum_j ln(1 - rho_j^2) in nats, from the canonical correlations rho of x and y (3.10).
 
     Exact for Gaussian data up to sampling error; invariant to invertible linear maps of x and of y.
     """

@@ -1,4 +1,4 @@
-"""The mathematics of AOEPT: tensors in, tensors out. Numbers refer to the documentation's equations."""
+"""The mathematics of AOEPT: tensors in, tensors out. Numbers are those of the documentation's equations."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def masked_mean(h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b d"]:
-    """f (2.1): the mean over content tokens, in float32 or better; zero for a row without any."""
+    """f (3.1): the mean over content tokens, in float32 or better; zero for a row without any."""
     h = at_least_float32(h)
     if mask is None:
         return h.mean(1)
@@ -29,7 +29,7 @@ def attend(
     values: Float[Tensor, "n K d"],
     heads: int,
 ) -> Float[Tensor, "n L d"]:
-    """O (2.2): multi-head attention of every layer's queries over its prototypes, without projections."""
+    """O (3.3): multi-head attention of every layer's queries over its prototypes, without projections."""
 
     def split(x: Tensor) -> Tensor:
         return at_least_float32(x).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -42,7 +42,7 @@ def attend(
 def instantiate(
     prompt: Float[Tensor, "L d"], gate: Float[Tensor, "b d"], gated: Bool[Tensor, " b"]
 ) -> Float[Tensor, "b L d"]:
-    """P_i = g_i * P (2.3); exactly P where there is nothing to gate with."""
+    """P_i = g_i * P (3.5); exactly P where there is nothing to gate with."""
     return torch.where(gated[:, None], gate, 1.0)[:, None] * prompt
 
 
@@ -62,7 +62,7 @@ def consistency_terms(
     scale: Float[Tensor, ""],
     labels: Int64[Tensor, " b"] | None = None,
 ) -> Float[Tensor, " n"]:
-    """One term for every layer (2.4): which sample's features belong to this sample's mean prompt?
+    """One term for every layer (3.7): which sample's features belong to this sample's mean prompt?
 
     Rows and columns of samples that lack the modality count nowhere; with fewer than two others the terms are 0. No
     gradient reaches ``features``. ``labels``: positives are all samples of the class.

@@ -34,7 +34,7 @@ def pooled(bank: Float[Tensor, "n K d"], length: int) -> Float[Tensor, "n L d"]:
 
 
 class BankAttention(nn.Module):
-    """P = LayerNorm(O + Q) for all layers at once (2.2); the bank (n, K, d) is frozen, one norm serves all layers."""
+    """P = LayerNorm(O + Q) for all layers at once (3.3); the bank (n, K, d) is frozen, one norm serves all layers."""
 
     bank: Tensor
 
@@ -149,7 +149,7 @@ class Visible(nn.Module):
 
 
 class Gate(nn.Module):
-    """g = sigmoid(W2 relu(W1 f + b1) + b2) (2.3)."""
+    """g = sigmoid(W2 relu(W1 f + b1) + b2) (3.5)."""
 
     def __init__(self, sources: Mapping[str, int], width: int, reduction: int) -> None:
         super().__init__()
