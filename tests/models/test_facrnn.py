@@ -32,6 +32,7 @@ from subspan.models import (
     svd_readout,
     total_correlation,
 )
+from subspan.models.facrnn import report
 from subspan.models.facrnn.network import (
     block_diagonal_penalty,
     kl_to_prior,
@@ -652,6 +653,13 @@ def test_what_is_generated_has_the_latents_it_was_generated_with(X):
     assert not np.allclose(noisy, z, atol=0.1)
 
 
+def test_both_noises_have_their_deviations(generator):
+    net = network(encoder_std=0.3).requires_grad_(False)
+    x, z = net.simulate(normal(1, 7), 400, noise=True, generator=generator)
+    assert float((x - net.decode(z)).std()) == pytest.approx(math.exp(-1), rel=0.05)
+    assert float((z[1:] - net.encode(net.sigma(x[:-1]))).std()) == pytest.approx(0.3, rel=0.05)
+
+
 def test_the_random_state_decides(X):
     one, same, other = (fit(X, random_state=seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(one.connectivity_, same.connectivity_)
@@ -897,6 +905,9 @@ def test_divergence_names_the_bin(X):
     spiked[17, 3] = 1e30
     with pytest.raises(NonFinite, match=r"epoch 0 .*trial 1, bin 7, channel 3"):
         fit([spiked[:10], spiked[10:]])
+    before = [np.ones((10, 5), dtype=bool), np.zeros((50, 5), dtype=bool)]  # bins that do not count are counted here
+    with pytest.raises(NonFinite, match="trial 1, bin 7, channel 3"):
+        fit([spiked[:10], spiked[10:]], mask=before)
 
 
 # --------------------------------------------------------------------------------------------------- read-outs, page
@@ -931,6 +942,21 @@ def test_a_page_of_trajectories(X):
     assert html.count("<svg") == 5
     with pytest.raises(ValueError, match="5 conditions for 6 trials"):
         latent_page(model, trials, [0] * 5, title="x")
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_paths_are_means_over_trials_of_latents_or_of_their_sums(X, monkeypatch, cumulative):
+    drawn = []
+    monkeypatch.setattr(report, "trajectory_figure", lambda latents, *_: drawn.append(latents) or "<svg/>")
+    trials = X.reshape(6, 10, 5)
+    model = fit(trials)
+    latent_page(model, trials, [0] * 6, title="x", cumulative=cumulative)
+    z = model.transform(trials)
+    np.testing.assert_array_equal(np.concatenate(drawn, -1), z.cumsum(1) if cumulative else z)
+    monkeypatch.undo()
+    monkeypatch.setattr(report, "curves", lambda paths, **_: drawn.append(paths) or "<svg/>")
+    report.trajectory_figure(z[..., :2], [0, 0, 0, 1, 1, 1], ["a", "b"])
+    np.testing.assert_allclose(drawn[-1]["1"].y, z[3:, :, 1].mean(0))
 
 
 # ------------------------------------------------------------------------------------------------------- end to end
