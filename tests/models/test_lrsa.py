@@ -27,7 +27,15 @@ from subspan.models import (
     relative_l2_gradient,
     spectrum,
 )
-from subspan.models.lrsa.attention import Attention, attention_weights, key_bias, rotary_angles, rotate
+from subspan.models.lrsa.attention import (
+    Attention,
+    FeedForward,
+    attention_weights,
+    key_bias,
+    make_norm,
+    rotary_angles,
+    rotate,
+)
 from subspan.models.lrsa.checks import check_arguments
 from subspan.models.lrsa.operator import PositionEmbedding
 
@@ -484,6 +492,9 @@ def test_bad_arguments_are_refused_in_one_sentence() -> None:
         (ValueError, "sample 1 has no valid point", lambda: made(x, f, valid=nowhere)),
         (ValueError, "f must be finite, and is not in sample 1 at point 4", lambda: made(x, nan)),
         (ValueError, "x must be finite", lambda: made(x / 0, f)),
+        (ValueError, "query_x must be finite.*sample 0 at point 0", lambda: made(x, f, query_x=x / 0, query_f=f)),
+        (ValueError, "query_f must be finite.*sample 1 at point 4", lambda: made(x, f, query_x=x, query_f=nan)),
+        (ValueError, "t must be finite", lambda: operator(time=True)(x, f, t=ones[:, 0] / 0)),
         (TypeError, "x must be floating point, got torch.int64", lambda: shapes(made, x.long(), f)),
         (TypeError, "valid must be boolean", lambda: shapes(made, x, f, valid=ones)),
         (ValueError, "query_f is missing.*blind_queries", lambda: shapes(made, x, f, query_x=x)),
@@ -532,9 +543,11 @@ def test_recomputing_the_blocks_changes_no_gradient() -> None:
     x, f = points(9)
     gradients = []
     for checkpoint in (False, True):
-        made = operator(checkpoint=checkpoint)
+        made, calls = operator(checkpoint=checkpoint), []
+        made.blocks[0].mixer.register_forward_hook(lambda *_, calls=calls: calls.append(0))
         made(x, f, mass=torch.rand(2, 9, generator=rng(0)).double() + 1).square().sum().backward()
         gradients.append([p.grad for p in made.parameters()])
+        assert len(calls) == 1 + checkpoint
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, **EXACT)
 
@@ -671,11 +684,66 @@ def test_rotations_compose_and_leave_products_to_differences() -> None:
     assert torch.equal(rotate(x, a)[..., 6], x[..., 6])
 
 
-def test_time_moves_the_answer_and_a_network_can_lift_and_project() -> None:
+def test_every_sample_has_its_time_and_a_network_can_lift_and_project() -> None:
     made = operator(time=True, lift_hidden=8, head_hidden=12, output_norm=True)
     x, f = points()
     at = [made(x, f, t=torch.full((2,), t, dtype=torch.float64)) for t in (0.1, 0.9)]
     assert (at[0] - at[1]).abs().max() > 1e-3
+    each = made(x, f, t=torch.tensor([0.1, 0.9], dtype=torch.float64))
+    torch.testing.assert_close(each, torch.stack([at[0][0], at[1][1]]), **EXACT)
+    bare = operator(layers=0, lift_hidden=8, head_hidden=12, output_norm=True)
+    h = bare.embed(x, f)
+    assert [layer.out_features for layer in (bare.lift.network[0], bare.head[0])] == [8, 12]
+    h = bare.output_norm.weight * h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(bare(x, f), bare.head(h), **EXACT)
+
+
+def test_the_other_forms_of_parts_written_out() -> None:
+    gated = FeedForward(8, 2.5, gated=True).double()
+    assert gated.up.out_features == 32  # 20, up to a multiple of 16
+    x = normal(3, 8)
+    gate = gated.gate(x)
+    expected = gated.out(gate * (1 + torch.erf(gate / 2**0.5)) / 2 * gated.up(x))
+    torch.testing.assert_close(gated(x), expected, **EXACT)
+    for kind, centre in (("rms", 0.0), ("layer", 1.0)):
+        small = 1e-3 * x
+        small_ = small - centre * small.mean(-1, keepdim=True)
+        scale = (small_.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(make_norm(kind, 8).double()(small), small_ / scale, **EXACT)
+    bias = key_bias(torch.tensor([[1.0, 1e-9]], dtype=torch.float64), None)
+    assert bias[0, 0, 0].exp().tolist() == pytest.approx([2, 1e-6])
+
+
+def test_rotary_turns_the_keys_of_down_and_the_queries_of_up() -> None:
+    mixer = block(rotary=(-1.0, 2.0)).mixer
+    h, pos = normal(1, 9, 16), normal(1, 9, 2)
+    angles = rotary_angles(pos, 4, (-1.0, 2.0))
+    q, k, v = mixer.down.project(h)
+    z = mixer.down.out((attention_weights(q, rotate(k, angles)) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(mixer.down(h, source_angles=angles), z, **EXACT)
+    z = mixer.compress(h, pos=pos)
+    q, k, v = mixer.up.project(mixer.norm4(z), h)
+    out = mixer.up.out((attention_weights(rotate(q, angles), k) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(mixer(h, pos=pos), out, **EXACT)
+    assert (mixer.compress(h, pos=2 * pos) - z).abs().max() > 1e-3
+
+
+def test_a_fourier_layer_keeps_the_lowest_modes_of_both_signs() -> None:
+    mixer = SpectralMixer(1, 3, generator=rng(0)).double()
+    i, j = torch.meshgrid(torch.arange(8.0), torch.arange(9.0), indexing="ij")
+    for k, kept in (
+        ((2, 2), True),
+        ((-2, 2), True),
+        ((2, 0), True),
+        ((3, 0), False),
+        ((-3, 1), False),
+        ((0, 3), False),
+    ):
+        wave = (2 * torch.pi * (k[0] * i / 8 + k[1] * j / 9)).cos().double().view(1, 72, 1)
+        assert bool(mixer(wave, grid_shape=(8, 9)).abs().max() > 1e-3) == kept
+
+
+def test_without_input_channels_there_is_nothing_to_give() -> None:
     assert LRSAOperator(3, 0, 2, 16, 1, 4)(torch.rand(1, 6, 3)).shape == (1, 6, 2)
 
 
@@ -694,6 +762,10 @@ def test_relative_l2_by_hand() -> None:
     grid = torch.tensor([0.0, 1.0, 2.0, 3.0]).view(1, 4, 1)
     assert relative_l2_gradient(grid + 5, grid, (2, 2)) == 0
     assert relative_l2_gradient(2 * grid, grid, (2, 2)) == 1
+    grid = torch.arange(6.0).view(1, 6, 1)  # three differences of 3 between its rows, four of 1 within them
+    ridge, step = torch.tensor([0.0, 1, 0]).repeat(2), torch.tensor([0.0, 0, 0, 1, 1, 1])
+    assert relative_l2_gradient(grid + ridge.view(1, 6, 1), grid, (2, 3)) == pytest.approx((4 / 31) ** 0.5)
+    assert relative_l2_gradient(grid + step.view(1, 6, 1), grid, (2, 3)) == pytest.approx((3 / 31) ** 0.5)
 
 
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4))
