@@ -341,7 +341,7 @@ def test_a_saved_model_holds_no_frozen_weights_and_loads_with_its_bank(tmp_path,
     batch = batch_for(model.backbone, 3)
     with torch.no_grad():
         torch.testing.assert_close(again(**batch).logits, model(**batch).logits, atol=1e-5, rtol=1e-5)
-    assert float(again.kappa) == 3.0
+    assert again.kappa.item() == 3.0
     with pytest.raises(BaseMismatch, match="another prototype bank"):
         AOEPTModel.load(tmp_path, KINDS[kind](), bank_for(model.backbone, seed=1))
 
@@ -436,6 +436,7 @@ FAST = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_classifier_learns_from_incomplete_samples_and_predicts_any():
     X, y = two_views(240)
     labels = np.array(["a", "b", "c"])[y]
@@ -478,8 +479,8 @@ def test_the_classifier_reads_columns_where_nan_is_a_cell_that_is_not_there():
     X[::3, 0:3:2] = np.nan
     X[1::3, 1:4:2] = np.nan
     columns = {"a": [0, 2], "b": [1, 3, 4]}
-    model = MissingModalityClassifier(columns, **FAST).fit(X, y)
-    assert model.score(X, y) > 0.95
+    model = MissingModalityClassifier(columns, **FAST | {"epochs": 6, "pretrain_steps": 0, "lr": 3e-2}).fit(X, y)
+    assert model.score(X, y) > 0.9
     assert model._inputs(X, reset=False)[1].sum(0).tolist() == [40, 0]  # column 4 remains of b
     with pytest.raises(ValueError, match=r"has 4 features"):
         model.predict(X[:, :4])
