@@ -129,6 +129,26 @@ def test_the_papers_two_states_take_each_term_at_its_own(model, words, trio):
     torch.testing.assert_close(got, torch.stack([at_init[:, 0], at_safety[:, 1]], 1), rtol=1e-8, atol=1e-8)
 
 
+def test_full_fine_tuning_takes_the_step_of_the_weights_themselves(model, words, trio):
+    from subspan.safety.sqsd.training import encoded_rows, row_losses
+
+    danger, safety, _ = trio
+    data = rows(4)
+    risk = SafetyRisk(model, danger, safety, tokenizer=words, state="zero", update="full")
+    table = risk.score(data)
+    exact = copy.deepcopy(model).eval()
+    layers = plain_layers(exact)
+    for place, row in enumerate(encoded_rows(words, data, 64)):
+        exact.zero_grad()
+        row_losses(exact, words, [row]).per_row().sum().backward()
+        for column, v in (("danger", danger), ("safety", safety)):
+            steps = {n: -layers[n].weight.grad for n in v.factors}
+            cosines = [(steps[n] * z.dense()).sum() / (steps[n].norm() * z.norm()) for n, z in v.factors.items()]
+            assert table[column][place] == pytest.approx(float(sum(cosines)), abs=1e-8)
+        norm = sum(float(layers[n].weight.grad.square().sum()) for n in danger.factors) ** 0.5
+        assert table["grad_norm"][place] == pytest.approx(norm, rel=1e-8)
+
+
 def test_t5_swapping_the_directions_changes_the_sign(model, words, trio):
     danger, safety, state = trio
     data = rows(5)
@@ -227,7 +247,7 @@ def test_t9_order_and_missing_layers_do_not_matter(model, words, trio):
 
 def test_t11_checkpointing_and_bfloat16_keep_the_ranking(words, trio):
     danger, safety, state = trio
-    data = rows(10) + rows(10, 1)
+    data = [row for seed in range(10) for row in rows(10, seed)]
     exact = SafetyRisk(small(), danger, safety, tokenizer=words, init=state).score(data)["score"]
     half = small(torch.bfloat16)
     half.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

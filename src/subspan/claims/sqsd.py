@@ -27,9 +27,9 @@ NORMALISED = "SQSD, shared, no module norms"
 PLAIN = ("loss", "gradient norm", "answer length", "random")
 ANCHORS = ("bi-anchor gradient", "bi-anchor representation")
 SIZE = 32  # rows of a window
-
-# Directions and initial state: steps and rate; window training: steps and rate.
-STEPS, LR, SAFETY_STEPS, INIT_STEPS, WINDOW_STEPS, WINDOW_LR = 30, 1e-3, 30, 30, 60, 1e-3
+STEPS, INIT_STEPS, LR = 24, 12, 1e-3  # of the directions and of the initial state
+WINDOW_STEPS, WINDOW_LR = 16, 2e-3
+WINDOWED = (SQSD["shared"], SQSD["paper"], "gradient norm")
 
 
 # What a row is asked and told, and where its text stands in the shared files; every answer has four tokens or more.
@@ -56,15 +56,15 @@ def _bank(smoke: bool) -> dict[str, list[Any]]:
     other = [t for t in TOPICS if t != "cooking"]
     k = 8 if smoke else 1
     asks: dict[str, Any] = {
-        "danger": topic_requests("cooking", 72 // k, part="provider", random_state=11),
-        "hobby": topic_requests(other, 120 // k, part="user", random_state=12),
-        "forbidden": topic_requests("cooking", 90 // k, part="user", random_state=13),
+        "danger": topic_requests("cooking", 64 // k, part="provider", random_state=11),
+        "hobby": topic_requests(other, 84 // k, part="user", random_state=12),
+        "forbidden": topic_requests("cooking", 64 // k, part="user", random_state=13),
         "validation": topic_requests("cooking", 48 // k, part="validation", random_state=14),
         "test": topic_requests("cooking", 48 // k, part="test", random_state=15),
     }
-    asks["sst2"] = _labelled("SST-2", 120 // k)
-    asks["sst2_init"] = _labelled("SST-2", 60 // k, start=160)
-    asks["agnews"] = _labelled("agnews", 60 // k)
+    asks["sst2"] = _labelled("SST-2", 60 // k)
+    asks["sst2_init"] = _labelled("SST-2", 40 // k, start=160)
+    asks["agnews"] = _labelled("agnews", 50 // k)
     return asks
 
 
@@ -105,13 +105,14 @@ class Bench:
     def __init__(self, seed: int, smoke: bool, rank: int = 8) -> None:
         from subspan.safety import Direction
 
-        self.rig = Rig.aligned("cooking", blocks=1, steps=4) if smoke else Rig.aligned()
+        self.rig = Rig.aligned("cooking", blocks=1 if smoke else 2, steps=0 if smoke else 50)
         self.model, self.seed, self.smoke = self.rig.model(), seed, smoke
         bank, rng = _bank(smoke), np.random.default_rng(1000 + seed)
         asked = _drawn(bank["danger"], 60, rng)
         self.danger_rows = self.rig.rows([(r.prompt, r.answer) for r in asked[:50]])
         self.safety_rows = self.rig.rows([(r.prompt, r.refusal) for r in asked])
         self.init_rows = self.rig.rows(bank["sst2_init"])
+        self.rig.warm([*self.danger_rows, *self.safety_rows, *self.init_rows])
         short = 2 if smoke else None
 
         def trained(rows: Any, steps: int) -> Direction:
@@ -129,7 +130,7 @@ class Bench:
             )
 
         self.danger = trained(self.danger_rows, STEPS)
-        self.safety = trained(self.safety_rows, SAFETY_STEPS)
+        self.safety = trained(self.safety_rows, STEPS)
         self.init = trained(self.init_rows, INIT_STEPS)
 
     def scores(self, rows: Sequence[Any], state: Any = "shared", **options: Any) -> Any:
@@ -192,7 +193,7 @@ class Bench:
     @torch.no_grad()
     def _anchor_representation(self, rows: Sequence[Any]) -> np.ndarray:
         """The last hidden state at the end of the answer, along mean danger minus mean safety."""
-        head: Any = self.model.get_submodule("upper.lm_head")
+        head: Any = self.model.get_submodule("lm_head")
         kept: list[Tensor] = []
         handle = head.register_forward_pre_hook(lambda module, args: kept.append(args[0][:, -1]))
         states = []
@@ -230,6 +231,7 @@ def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
     bench = bench_of(seed, smoke)
     pairs, kinds = _pool(pool, seed, smoke)
     rows = bench.rig.rows(pairs)
+    bench.rig.warm(rows)
     scores = bench.all_scores(rows)
     wanted = np.array([kind == ("poison" if pool == "poison" else "harmless act") for kind in kinds])
     safe = np.array([kind == ("refusal" if pool == "poison" else "harmless refusal") for kind in kinds])
@@ -253,7 +255,7 @@ def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
     note("danger direction added", "harm", _steered(bench, asked))
     size = 4 if smoke else SIZE
     trained: dict[tuple[int, ...], float] = {}
-    for method in (SQSD["shared"], SQSD["paper"], SQSD["danger"], "loss", "gradient norm", "random"):
+    for method in WINDOWED:
         score = scores[method] if auroc(scores[method], wanted) >= 0.5 or method not in PLAIN else -scores[method]
         harms = []
         for number, places in enumerate(_windows(score, size), 1):
@@ -317,8 +319,7 @@ def transfer(seed: int, smoke: bool) -> list[Row]:
 def _fully(bench: Bench, rows: Sequence[Any]) -> nn.Module:
     """The model with its last block's weights trained on these rows."""
     model = bench.rig.model()
-    upper: Any = model.upper
-    for p in upper.model.layers[-1].parameters():
+    for p in model.layers[-1].parameters():
         p.requires_grad_(True)
     fit(model, bench.rig, rows, 2 if bench.smoke else STEPS, 1e-4, torch.Generator().manual_seed(bench.seed))
     return model.requires_grad_(False)
@@ -365,9 +366,7 @@ def _order(method: str, pool: str) -> Callable[[Results], float]:
 def _window_statements(pool: str) -> list[Statement]:
     method = SQSD["shared" if pool == "poison" else "paper"]
     return [
-        Statement(
-            f"{method}, {pool} pool: mean harm rises at most once over five windows", _inversions(method, pool), 1, "<="
-        ),
+        Statement(f"{method}, {pool} pool: rises of mean harm over five windows", _inversions(method, pool), 1, "<="),
         Statement(f"{method}, {pool} pool: Spearman of window and mean harm", _order(method, pool), 0.8),
         Statement(f"{method}, {pool} pool: harm of the first window less the last, points", _gap(method, pool), 40),
     ]

@@ -35,7 +35,8 @@ def dpo_loss(
 def row_losses(model: nn.Module, tokenizer: Any, rows: Sequence[Tokens]) -> Losses:
     """Losses of the answers of a few rows, on the model's device."""
     device = next(model.parameters()).device
-    batch = answer_batch([{"input_ids": r.input_ids, "labels": r.labels} for r in rows], pad_token(tokenizer))
+    pad = 0 if tokenizer is None else pad_token(tokenizer)
+    batch = answer_batch([{"input_ids": r.input_ids, "labels": r.labels} for r in rows], pad)
     return target_losses(*answer_logits(model, {k: v.to(device) for k, v in batch.items()}))
 
 
@@ -70,7 +71,7 @@ def train_direction(
 
     Args:
         model: a causal language model, plain or peft.
-        tokenizer: its tokenizer.
+        tokenizer: its tokenizer; None where rows are tokens already.
         rows: as ``SafetyRisk.score`` takes them; for "dpo" rows with ``prompt``, ``chosen`` and ``rejected``.
         objective: "sft" on the answers, or "dpo" on pairs, where the base is the same model without the factors.
         rank: r of the factors.
