@@ -780,3 +780,35 @@ for read in ("dense", "gather"):
 def test_scikit_learns_own_checks_and_torch_compile_in_one_graph():
     """In a process without beartype, which refuses nonsense before we do and which no compiler can trace."""
     subprocess.run([sys.executable, "-c", WITHOUT_CHECKS], check=True)
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+@pytest.mark.slow
+def test_the_trainer_keeps_in_step_with_a_memory(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from subspan.adapters import MoRAMCallback
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    shape = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    base = LlamaForCausalLM(shape)
+    plain = copy.deepcopy(base)
+    ids = torch.randint(32, (8, 6))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    model = inject_moram(base, MoRAMConfig(r=2, temperature=0.1, threshold_warmup=0.5))
+    options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05}
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True, **options)
+    with pytest.raises(ValueError, match="no task is open"):
+        Trainer(model=model, args=args, train_dataset=rows, callbacks=[MoRAMCallback()]).train()
+    with model.moram.task("first"):
+        Trainer(model=model, args=args, train_dataset=rows, callbacks=[MoRAMCallback()]).train()
+        assert all(layer.gate_in_training for layer in model.moram.layers.values())  # the second half was gated
+    model.eval()
+    saved = load_moram(copy.deepcopy(plain), tmp_path / "checkpoint-4" / "moram").eval()
+    assert saved.moram.open_task == "first"
+    assert torch.equal(saved(input_ids=ids).logits, model(input_ids=ids).logits)
+    with disable_moram(model):
+        assert torch.equal(model(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)

@@ -16,6 +16,7 @@ from subspan.surgery import (
     matrix_layers,
     owned_parameters,
     packed_rows,
+    replace_modules,
     role_of,
     weight_matrix,
     write_weight,
@@ -337,3 +338,13 @@ def test_packed_rows_with_fewer_key_value_heads() -> None:
 def test_packed_rows_refuse_heads_that_do_not_fit() -> None:
     with pytest.raises(TargetError, match="attn: 10 rows do not divide into 4 query and 2 x 4"):
         packed_rows("attn", nn.Linear(3, 10), heads=4)
+
+
+def test_modules_are_replaced_at_every_name_that_holds_them():
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Sequential(shared, nn.ReLU()))
+    new = nn.Linear(3, 3)
+    replace_modules(model, {shared: new})
+    assert model[0] is new
+    assert model[1][0] is new
+    assert isinstance(model[1][1], nn.ReLU)
