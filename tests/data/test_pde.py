@@ -99,3 +99,25 @@ def test_vorticity_samples_of_one_seed_start_alike_at_every_size_and_have_the_co
 def test_sizes_without_sense_are_refused(make) -> None:
     with pytest.raises(ValueError, match="needs size"):
         make()
+
+
+def test_darcy_coefficients_follow_the_sign_of_the_stated_field() -> None:
+    flow = DarcyGenerator(9, random_state=3, modes=4).sample(20)
+    fine = (np.arange(2000) + 0.5) / 2000
+    weight = np.random.default_rng(3).standard_normal((20, 4, 4))
+    weight[:, 0, 0] = 0
+    field = np.zeros((20, 81))
+    for k in range(4):
+        for j in range(4):
+            wave = [np.cos(np.pi * m * x) for m, x in zip((k, j), flow.coords.double().numpy().T, strict=True)]
+            norm = [np.square(np.cos(np.pi * m * fine)).mean() ** 0.5 for m in (k, j)]
+            share = weight[:, k, j] / (np.pi**2 * (k * k + j * j) + 9)
+            field += share[:, None] * (wave[0] / norm[0] * wave[1] / norm[1])
+    np.testing.assert_array_equal(flow.a, np.where(field >= 0, 12, 3))
+
+
+def test_the_upper_third_of_the_waves_is_left_out() -> None:
+    w = solve_vorticity(np.random.default_rng(0).normal(size=(12, 12)), np.zeros((12, 12)), 0.0, 0.01, 0.01)
+    size = abs(np.fft.fft2(w))
+    kept = np.maximum(*np.meshgrid(*[abs(np.fft.fftfreq(12, 1 / 12))] * 2)) < 4
+    assert size[~kept].max() < 1e-10 < 1e-3 < size[kept].max()
