@@ -348,6 +348,22 @@ class TestPacked:
         with pytest.raises(ValueError, match="holds no packed layers"):
             load_packed(net(), tmp_path / "plain.safetensors")
 
+    def test_signs_multiplied_off_the_cpu_are_those_counted_on_it(self):
+        from subspan.resize.binary.joint import Convolution, Dense
+
+        dense, images_ = (
+            export_binary(used(net(), 16, 5), fold_batch_norm=True),
+            export_binary(used(images(), 4, 3, 9, 8)),
+        )
+        x = torch.randn(6, 9)
+        x[0, 0] = torch.nan
+        layer = dense[2]
+        layer.alpha = layer.bias = None
+        torch.testing.assert_close(layer.multiplied(x, Dense()), layer(x), equal_nan=True)
+        image, layer = torch.randn(2, 8, 7, 6), images_[2]
+        layer.alpha = layer.bias = None
+        torch.testing.assert_close(layer.multiplied(image, Convolution((1, 1), (1, 1), (1, 1), 2)), layer(image))
+
     def test_nan_goes_through(self):
         layer = BinaryLinear(9, 3)
         x = torch.randn(3, 9)

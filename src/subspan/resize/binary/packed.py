@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Bool, Float32, UInt8
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from subspan.files import replacing
 from subspan.resize.binary.config import SurgeConfig
-from subspan.resize.binary.estimators import filter_scale, sign, transformed
-from subspan.resize.binary.joint import Convolution, scaled_output
+from subspan.resize.binary.estimators import filter_scale, transformed
+from subspan.resize.binary.joint import Convolution, Dense, scaled_output
 from subspan.resize.binary.layers import BinaryLayer, BinaryLinear, binary_layers, padded, to_binary
 
 # Rows x outputs of one block: the words' XOR and counts of a block stay in the second-level cache.
@@ -114,13 +114,17 @@ class PackedLayer(nn.Module):
         """The signs of the weights, in the weights' shape."""
         return unpack(self.bits, self.shape[1:].numel()).to(dtype).view(self.shape)
 
-    def positive(self, x: Tensor) -> Tensor:
-        """+1 or -1 for each input, NaN where it is NaN; what comes before is folded in."""
+    def positive(self, x: Tensor) -> Bool[Tensor, "*s"]:
+        """Where the sign is +1; what comes before this layer is folded in."""
         if self.threshold is None or self.falling is None:
-            return sign(x)
+            return x >= 0
         shape = (-1, *(1,) * (x.ndim - 2)) if self.channel_dim == 1 else (-1,)
         t, falling = self.threshold.view(shape), self.falling.view(shape)
-        return sign(torch.where(falling, (x <= t).to(x.dtype), torch.where(x.isnan(), x, (x >= t).to(x.dtype))) - 0.5)
+        return torch.where(falling, x <= t, x >= t)
+
+    def multiplied(self, x: Tensor, operator: Dense | Convolution) -> Tensor:
+        """The product by unpacked signs, off the CPU."""
+        return operator(torch.where(x.isnan(), x, 2 * self.positive(x).to(x.dtype) - 1), self.signs(x.dtype))
 
 
 class PackedLinear(PackedLayer):
@@ -130,13 +134,14 @@ class PackedLinear(PackedLayer):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return scaled_output(self.multiplied(x, Dense()), self.alpha, self.bias, -1)
         q, p = self.shape
-        rows = self.positive(x).reshape(-1, p)
-        if x.device.type == "cpu":
-            y = torch.from_numpy(sign_products(word_columns(pack((rows >= 0).numpy())), self.words(), p)).to(x.dtype)
-            y = y.masked_fill_(rows.isnan().any(-1, keepdim=True), torch.nan)
-        else:
-            y = rows @ self.signs(x.dtype).mT
+        rows = x.reshape(-1, p)
+        y = torch.from_numpy(sign_products(word_columns(pack(self.positive(rows).numpy())), self.words(), p)).to(
+            x.dtype
+        )
+        y = y.masked_fill_(rows.isnan().any(-1, keepdim=True), torch.nan)
         return scaled_output(y.view(*x.shape[:-1], q), self.alpha, self.bias, -1)
 
 
@@ -155,30 +160,29 @@ class PackedConv(PackedLayer):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         x, operator = padded(self, x)
-        signs = self.positive(x)
-        y = self._counted(signs, operator) if x.device.type == "cpu" else operator(signs, self.signs(x.dtype))
+        y = self._counted(x, operator) if x.device.type == "cpu" else self.multiplied(x, operator)
         return scaled_output(y, self.alpha, self.bias, 1)
 
-    def _counted(self, signs: Tensor, operator: Convolution) -> Tensor:
-        rows = _patches((signs >= 0).numpy(), operator, self.shape[2:], True)
+    def _counted(self, x: Tensor, operator: Convolution) -> Tensor:
+        rows = _patches(self.positive(x).numpy(), operator, self.shape[2:], True)
         words = np.split(self.words(), operator.groups, axis=1)
         p = self.shape[1:].numel()
-        b, *size = rows.shape[: signs.ndim - 1]
+        b, *size = rows.shape[: x.ndim - 1]
         rows = rows.reshape(-1, operator.groups, p)
         found = [sign_products(word_columns(pack(rows[:, g])), np.ascontiguousarray(w), p) for g, w in enumerate(words)]
-        y = torch.from_numpy(np.concatenate(found, 1)).to(signs.dtype).view(b, *size, -1).movedim(-1, 1)
-        if signs.isnan().any():
-            hit = _patches(signs.isnan().numpy(), operator, self.shape[2:], False).any(-1)
+        y = torch.from_numpy(np.concatenate(found, 1)).to(x.dtype).view(b, *size, -1).movedim(-1, 1)
+        if x.isnan().any():
+            hit = _patches(x.isnan().numpy(), operator, self.shape[2:], False).any(-1)
             nan = torch.from_numpy(hit).movedim(-1, 1).repeat_interleave(self.shape[0] // operator.groups, 1)
             y = y.masked_fill(nan, torch.nan)
-        return y - self._padding(signs, operator) if any(operator.padding) else y
+        return y - self._padding(x, operator) if any(operator.padding) else y
 
-    def _padding(self, signs: Tensor, operator: Convolution) -> Tensor:
+    def _padding(self, x: Tensor, operator: Convolution) -> Tensor:
         """A padded place counts for nothing, but a bit knows no zero: what its weights added as if it were +1."""
-        if self._border is None or self._border[0] != signs.shape[1:]:
-            ones, weight = torch.ones_like(signs[:1]), self.signs(signs.dtype)
-            everywhere = weight.flatten(1).sum(1).view(1, -1, *(1,) * (signs.ndim - 2))
-            self._border = (signs.shape[1:], everywhere - operator(ones, weight))
+        if self._border is None or self._border[0] != x.shape[1:]:
+            ones, weight = torch.ones_like(x[:1]), self.signs(x.dtype)
+            everywhere = weight.flatten(1).sum(1).view(1, -1, *(1,) * (x.ndim - 2))
+            self._border = (x.shape[1:], everywhere - operator(ones, weight))
         return self._border[1]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
