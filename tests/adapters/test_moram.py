@@ -96,6 +96,12 @@ def test_t2_at_most_one_over_threshold_squared_atoms_pass(seed, threshold):
         assert capacity == 1
 
 
+def test_t2_a_score_at_the_threshold_passes():
+    p = torch.tensor([3.0, 4.0], dtype=F64)  # scores 0.6 and 0.8
+    assert (route(p, 2, 1.0, 0.6).weight > 0).all()
+    assert (route(p, 2, 1.0, 0.6 + 1e-9).weight > 0).sum() == 1
+
+
 @few
 @given(seeds, st.integers(1, 20), st.sampled_from([None, 0.2]))
 def test_t3_weights_are_sparse_and_sum_to_at_most_one(seed, k, threshold):

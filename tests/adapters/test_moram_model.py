@@ -186,6 +186,16 @@ def test_growth_is_told_and_ranks_may_differ():
     assert len(bank) == bank.frozen == 13 > bank.d_in  # more atoms than inputs
 
 
+def test_a_copied_model_has_a_memory_of_its_own():
+    model = taught(1)
+    other = copy.deepcopy(model)
+    other.moram.begin_task()
+    steps(other)
+    assert len(model.get_submodule("0").bank) == 4
+    assert len(other.get_submodule("0").bank) == 8
+    assert model.moram.open_task is None
+
+
 def test_an_exception_leaves_the_task_open():
     model = remembering()
     with pytest.raises(KeyboardInterrupt), model.moram.task("a"):
@@ -634,6 +644,9 @@ def test_targets_that_match_nothing_name_the_nearest():
         inject_moram(net(), MoRAMConfig(**OPTIONS, modules_to_save=["head"]))
     with pytest.raises(TargetError, match="linear"):
         inject_moram(nn.Sequential(nn.Conv2d(3, 3, 1)), MoRAMConfig(target_modules=["0"]))
+    nested = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 3))
+    with pytest.raises(TargetError, match="cannot both hold a memory"):
+        inject_moram(nested, MoRAMConfig(target_modules=["0.0"], modules_to_save=["0"]))
     with pytest.raises(ValueError, match="has a memory already"):
         inject_moram(remembering(), MoRAMConfig(**OPTIONS))
     with pytest.raises(ValueError, match="no memory"):

@@ -318,7 +318,7 @@ def _modules_to_save(model: nn.Module, config: MoRAMConfig, layers: Mapping[str,
     for w in wanted:
         if not any(name == w or name.endswith(f".{w}") for name in whole):
             raise TargetError(no_match(model, [w]).replace("target modules", "modules_to_save"))
-    if both := [name for name in whole if name in layers]:
+    if both := [name for name in layers if any(name == w or name.startswith(f"{w}.") for w in whole)]:
         raise TargetError(f"{both[0]} cannot both hold a memory and train whole: take it out of one of the lists")
     return whole
 
