@@ -644,9 +644,9 @@ def test_targets_that_match_nothing_name_the_nearest():
         inject_moram(net(), MoRAMConfig(**OPTIONS, modules_to_save=["head"]))
     with pytest.raises(TargetError, match="linear"):
         inject_moram(nn.Sequential(nn.Conv2d(3, 3, 1)), MoRAMConfig(target_modules=["0"]))
-    nested = nn.Sequential(nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 3))
+    nested = nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(6, 6)})})
     with pytest.raises(TargetError, match="cannot both hold a memory"):
-        inject_moram(nested, MoRAMConfig(target_modules=["0.0"], modules_to_save=["0"]))
+        inject_moram(nested, MoRAMConfig(target_modules=["up"], modules_to_save=["block"]))
     with pytest.raises(ValueError, match="has a memory already"):
         inject_moram(remembering(), MoRAMConfig(**OPTIONS))
     with pytest.raises(ValueError, match="no memory"):
