@@ -419,6 +419,8 @@ def test_the_zero_one_form_takes_batches_keeps_tiny_gradients_and_half_precision
 
 
 def test_the_truncated_square_agrees_with_scipy_also_far_out():
+    ends = truncated_square(torch.tensor([[3.0], [1.0]]), torch.zeros(2, 1), tau=2.0)
+    assert ends.tolist() == [2.0, 0.5]
     for mu, sigma, tau in ((0.3, 0.5, 1.0), (-2.0, 1.0, 0.7), (6.0, 1.5, 1.0)):
         wanted = quad(lambda e, m=mu, s=sigma, t=tau: min((m + s * e) ** 2, t**2) / 2 * norm.pdf(e), -12, 12,
                       points=[(-tau - mu) / sigma, (tau - mu) / sigma], limit=200)[0]  # fmt: skip
@@ -504,6 +506,12 @@ def test_auto_finds_what_agrees_with_a_loop_and_warns_only_where_nothing_does():
         warnings.simplefilter("error")
         found = output_gradient(z, single, t, sigma=1.0, noise=gaussian(4, 3, 3)).grad
     torch.testing.assert_close(found, one * 2 / 3)
+
+    def slightly(x, t):  # a little off where outputs are stacked
+        return quadratic(x, t) * (1 + 1e-3 * (x.ndim - 2))
+
+    found = output_gradient(z, slightly, t, sigma=1.0, noise=gaussian(4, 3, 3)).grad
+    torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
     with pytest.warns(UserWarning, match="called once for each perturbation"):
         again = output_gradient(z, stubborn, t, sigma=1.0, noise=gaussian(4, 3, 3)).grad
     torch.testing.assert_close(again, one, rtol=1e-5, atol=1e-5)
@@ -539,6 +547,10 @@ def test_a_stochastic_loss_with_a_generator_draws_the_same_for_both_signs():
     values = [output_gradient(z, noisy, t, sigma=1.0, noise=noise, generator=generator(i)).value for i in (1, 1, 2)]
     assert torch.equal(values[0], values[1])
     assert (values[0] - values[2]).abs().min() > 1
+    seen = []
+    output_gradient(z, lambda z, t, generator: seen.append(generator.initial_seed()) or quadratic(z, t), t, sigma=1.0,
+                    noise=noise)  # fmt: skip
+    assert len(seen) == 2 * len(set(seen)) == 10
 
 
 def test_a_metric_of_the_batch_is_one_event():
@@ -764,6 +776,7 @@ def test_masked_samples_may_be_nan_and_do_not_count():
     value.backward()
     assert value.isfinite()
     assert not z.grad[2].any()
+    assert OutputSpaceLoss(loss, vectorized=True, value="clean")(leaf(4), y, weight=weight).isfinite()
     each = leaf(4)
     rows = OutputSpaceLoss(loss, vectorized=True, pairs=32, reduction="none")(each, y, weight=weight)
     assert float((rows.sum() / 4).detach()) == pytest.approx(float(value.detach()))
@@ -921,6 +934,9 @@ def test_schedules_and_relative_sigma():
     flat = OutputSpaceLoss(zero_one, sigma="relative:0.5")
     flat(torch.zeros(4, 3, requires_grad=True), y)
     assert flat.last_sigma == 0.5
+    single = OutputSpaceLoss(truncated_square, sigma="relative:0.5")
+    single(z := leaf(6, 1), torch.zeros(6, 1))  # an event of one number has no spread of its own
+    assert single.last_sigma == pytest.approx(0.5 * float(z.detach().std(correction=0)))
     tensor = OutputSpaceLoss(zero_one, sigma=torch.tensor([1.0, 2.0, 3.0]))
     tensor(leaf(4), y)
     assert tensor.last_sigma == 2.0
@@ -933,6 +949,22 @@ def test_a_starving_gradient_is_announced():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion((leaf(4) * 1000).detach().requires_grad_(), y)
+
+
+def test_what_was_found_out_about_a_loss_is_remembered():
+    calls = []
+    criterion = OutputSpaceLoss(lambda z: calls.append(z.shape) or z.sum(-1), pairs=3)
+    criterion(leaf(4))
+    tried = len(calls)
+    criterion(leaf(4))
+    assert calls[tried:] == [(3, 4, 3)] * 2
+    assert tried > 2
+
+
+def test_losses_keep_their_own_precision_until_levels_are_subtracted():
+    z = torch.zeros(50, 2, requires_grad=True)
+    OutputSpaceLoss(lambda out: 1e9 + out.double().sum(-1), vectorized=True)(z).backward()
+    assert float(z.grad.sum(0).mean()) == pytest.approx(1.0, abs=0.2)
 
 
 def test_clean_value_and_smoothed_value_share_the_gradient():
@@ -1052,6 +1084,9 @@ def endpoint(monkeypatch):
             if self.path == "/refuse":
                 self.send_error(503)
                 return
+            if self.path == "/key" and self.headers["X-Key"] != "sesame":
+                self.send_error(403)
+                return
             if self.path == "/babble":
                 self.wfile.write(b"what?\r\n\r\n")
                 return
@@ -1082,12 +1117,13 @@ def test_an_endpoint_scores_rows_in_requests(endpoint):
     wanted = output_gradient(z, lambda z: z.square().sum(-1) / 2, sigma=1.0, pairs=2, generator=generator()).grad
     torch.testing.assert_close(found, wanted)
     assert sizes == [4, 4, 2, 4, 4, 2]
-    for path, words in (
-        ("refuse", "status 503"), ("words", "instead"), ("babble", "cannot be reached"), ("cut", "cannot be reached"),
-        ("late", "within 0.2 seconds"),
-    ):  # fmt: skip
+    assert HttpLoss(f"{url}/key", headers={"X-Key": "sesame"})(z.unsqueeze(0)).shape == (1, 5)
+    ends = {"refuse": "status 503", "key": "status 403", "words": "instead of", "babble": "reached", "cut": "reached"}
+    for path, words in ends.items():
         with pytest.raises(SubspanError, match=words):
-            HttpLoss(f"{url}/{path}", timeout=0.2)(z.unsqueeze(0))
+            HttpLoss(f"{url}/{path}", timeout=20.0)(z.unsqueeze(0))
+    with pytest.raises(SubspanError, match="within 0.2 seconds"):
+        HttpLoss(f"{url}/late", timeout=0.2)(z.unsqueeze(0))
     with pytest.raises(SubspanError, match="cannot be reached"):
         HttpLoss("http://127.0.0.1:9")(z.unsqueeze(0))
 
