@@ -91,7 +91,7 @@ def test_t3_gates_are_the_identity_without_a_visible_modality_and_shrink_otherwi
     backbone = KINDS[kind]()
     model = model_for(backbone)
     with torch.no_grad():
-        base = model.prompts.build()
+        base = model.prompts.build()[0]
         steps = model.trace(batch_for(backbone, 4), MISSING).steps
     assert len(steps) == 4
     for step in steps:
@@ -156,7 +156,7 @@ def test_the_prompt_is_the_norm_of_attention_plus_query():
     prompts = model_for(backbone).prompts
     own, bank = prompts.own["text"], bank_for(backbone).centres["text"].double()
     expected = nn.functional.layer_norm(attend(own.queries, bank, bank, 2) + own.queries, (16,))
-    torch.testing.assert_close(prompts.build()["text"], expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(prompts.build()[0]["text"], expected, atol=1e-10, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------ 6 the loss

@@ -198,9 +198,9 @@ def test_three_modalities():
         for row, visible in enumerate((("image", "audio"), (), ("image", "audio"), ("audio",), ("image",))):
             if visible:
                 hidden = torch.stack([mapped[o][row] for o in visible]).mean(0).relu()
-                expected = gate.out(hidden).sigmoid() * model.prompts.build()["text"][0]
+                expected = gate.out(hidden).sigmoid() * model.prompts.build()[0]["text"][0]
             else:
-                expected = model.prompts.build()["text"][0]
+                expected = model.prompts.build()[0]["text"][0]
             torch.testing.assert_close(step.prompts[row], expected, atol=1e-10, rtol=0)
     model.train()
     loss = model(**batch, missing=missing, labels=torch.tensor([0, 1, 0, 1, 0])).loss
@@ -262,7 +262,7 @@ def test_pooled_banks_start_and_make_the_other_constructions():
     backbone = towers()
     bank = bank_for(backbone).centres["text"].double()  # 6 prototypes in 4 tokens
     pooled = torch.stack([bank[:, 0:2].mean(1), bank[:, 1:3].mean(1), bank[:, 3:5].mean(1), bank[:, 4:6].mean(1)], 1)
-    torch.testing.assert_close(model_for(backbone, mcp="init").prompts.build()["text"], pooled, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model_for(backbone, mcp="init").prompts.build()[0]["text"], pooled, atol=1e-6, rtol=0)
     mlp = model_for(backbone, mcp="mlp").prompts.own["text"]
     mapped = torch.stack([mlp.maps[n](bank[n]) for n in range(2)])
     torch.testing.assert_close(mlp()[:, 0], mapped[:, 0:2].mean(1), atol=1e-10, rtol=0)
@@ -364,10 +364,12 @@ def test_half_precision_backbones_and_autocast(dtype):
     torch.testing.assert_close(out.aux_loss, wanted.aux_loss, atol=0.6, rtol=0.1)
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    assert model.prompts.build()["text"].dtype == torch.float32
+    assert model.prompts.build()[0]["text"].dtype == torch.float32
     with torch.autocast("cpu", dtype):
         mixed = exact(**batch, labels=labels)
-        torch.testing.assert_close(exact.prompts.build()["text"], model.prompts.build()["text"], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            exact.prompts.build()[0]["text"], model.prompts.build()[0]["text"], atol=1e-5, rtol=0
+        )
     assert mixed.loss.dtype == torch.float32
     torch.testing.assert_close(mixed.aux_loss, wanted.aux_loss, atol=0.6, rtol=0.1)
 

@@ -70,7 +70,7 @@ def test_a_sample_without_any_modality_is_refused_or_gets_the_prior():
         assert out.isfinite().all()
         assert torch.allclose(out[1], out[3], atol=1e-6)
         steps = model.trace(batch, missing).steps
-        assert all(torch.equal(s.prompts[1], model.prompts.build()[s.modality][s.layer]) for s in steps)
+        assert all(torch.equal(s.prompts[1], model.prompts.build()[0][s.modality][s.layer]) for s in steps)
         assert model.train()(**batch, missing=missing, labels=torch.zeros(4).long()).loss.isfinite()
 
 

@@ -1,6 +1,7 @@
 """What trains: prompts made from the bank (3.3, 3.4), the gates (3.5), and both together as a maker of slots."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -149,7 +150,9 @@ class Visible(nn.Module):
 
 
 class Gate(nn.Module):
-    """g = sigmoid(W2 relu(W1 f + b1) + b2) (3.5)."""
+    """g = sigmoid(W2 relu(W1 f + b1) + b2), by which a sample's prompts are made from those of all (3.5)."""
+
+    seen: Tensor
 
     def __init__(self, sources: Mapping[str, int], width: int, reduction: int) -> None:
         super().__init__()
@@ -157,10 +160,21 @@ class Gate(nn.Module):
         source = next(iter(sources.values())) if len(sources) == 1 else width
         self.visible = Visible(sources, _bottleneck(source, reduction))
         self.out = nn.Linear(_bottleneck(source, reduction), width)
+        self.register_buffer("seen", torch.zeros(2), persistent=False)  # sum of mean gates, and of how many samples
 
-    def forward(self, features: Features, present: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, prompt: Float[Tensor, "L d"], features: Features, present: Mapping[str, Tensor]) -> Tensor:
         hidden, gated = self.visible(features, present)
-        return at_least_float32(self.out(hidden.relu())).sigmoid(), gated
+        gate = at_least_float32(self.out(hidden.relu())).sigmoid()
+        if self.training:
+            with torch.no_grad():
+                self.seen += torch.stack([(gate.mean(1) * gated).sum(), gated.sum()]).to(self.seen.dtype)
+        return instantiate(prompt, gate, gated)
+
+    def mean(self) -> float:
+        """Of the training samples since the last call; NaN without any."""
+        total, count = self.seen.tolist()
+        self.seen.zero_()
+        return total / count if count else math.nan
 
 
 class Reconstruction(nn.Module):
@@ -179,6 +193,65 @@ class Reconstruction(nn.Module):
 # ------------------------------------------------------------------------------------------------------------- together
 
 
+def _gates(sources: Mapping[str, int], width: int, config: AOEPTConfig, fused: bool) -> nn.ModuleList:
+    """One for each layer, one for all of them, or none."""
+    single = fused if config.gate_shared is None else config.gate_shared
+    count = 0 if not config.gate else 1 if single else config.depth
+    return nn.ModuleList(Gate(sources, width, config.reduction) for _ in range(count))
+
+
+def _of_sample(
+    prompt: Float[Tensor, "L d"], gates: nn.Module, layer: int, features: Features, there: Mapping[str, Tensor]
+) -> Float[Tensor, "b L d"]:
+    gates = cast(nn.ModuleList, gates)
+    if not len(gates):
+        return prompt.expand(len(next(iter(there.values()))), -1, -1)
+    return gates[min(layer, len(gates) - 1)](prompt, features, there)
+
+
+class SharedPrompts(nn.Module):
+    """Tokens of which all modalities share the queries.
+
+    For towers, small maps bring the queries to each width, where they attend to that modality's bank, with gates as its
+    own prompts have. For a single stream they attend to all banks at once, gated by the mean of the visible features.
+    """
+
+    def __init__(self, banks: Banks, config: AOEPTConfig, fused: bool) -> None:
+        super().__init__()
+        widths = {name: bank.shape[-1] for name, bank in banks.items()}
+        first = next(iter(widths.values()))
+        width = first if fused else _bottleneck(first, config.reduction)
+        self.fused = fused
+        self.queries = nn.Parameter(_normal(config.depth, config.shared_len, width))
+        self.maps, self.attention, self.gates = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        if fused:
+            self.attention["all"] = BankAttention(torch.cat(list(banks.values()), 1), config.num_heads)
+            self.gates["all"] = _gates({"all": first}, first, config, fused)
+            return
+        for name, bank in banks.items():
+            sizes = (width, width), (width, widths[name])
+            self.maps[name] = nn.ModuleList(
+                nn.Sequential(nn.Linear(*sizes[0]), nn.GELU(), nn.Linear(*sizes[1])) for _ in range(config.depth)
+            )
+            self.attention[name] = BankAttention(bank, config.num_heads)
+            self.gates[name] = _gates({o: w for o, w in widths.items() if o != name}, widths[name], config, fused)
+
+    def forward(self) -> dict[str, Tensor]:
+        """The ungated tokens (depth, L, d), by modality; "all" for a single stream."""
+        queries = {name: _by_layer(maps, self.queries) for name, maps in self.maps.items()}
+        return {name: attention(queries.get(name, self.queries)) for name, attention in self.attention.items()}
+
+    def of_sample(
+        self, built: Mapping[str, Tensor], name: str, layer: int, features: Features, there: Mapping[str, Tensor]
+    ) -> Tensor:
+        if self.fused:
+            present = torch.stack(list(there.values()), 1)
+            total = torch.stack([features[m] * is_there[:, None] for m, is_there in there.items()]).sum(0)
+            features = {"all": total / present.sum(1, keepdim=True).clamp(min=1)}
+            name, there = "all", {"all": present.any(1)}
+        return _of_sample(built[name][layer], self.gates[name], layer, features, there)
+
+
 class ContextualPrompts(nn.Module):
     """The prompts of all modalities, gated by sample.
 
@@ -188,79 +261,40 @@ class ContextualPrompts(nn.Module):
         fused: one sequence for all modalities.
     """
 
-    gate_sums: Tensor
-
     def __init__(self, banks: Banks, config: AOEPTConfig, fused: bool) -> None:
         super().__init__()
-        self.config, self.modalities, self.fused = config, tuple(banks), fused
+        self.config, self.modalities = config, tuple(banks)
         widths = {name: bank.shape[-1] for name, bank in banks.items()}
-        shared_gate = fused if config.gate_shared is None else config.gate_shared
-        layers = range(1 if shared_gate else config.depth)
-
-        def others(name: str) -> dict[str, int]:
-            return {o: width for o, width in widths.items() if o != name}
-
-        def gates(sources: Mapping[str, int], width: int) -> nn.ModuleList:
-            return nn.ModuleList(Gate(sources, width, config.reduction) for _ in layers if config.gate)
-
         self.own, self.gates = nn.ModuleDict(), nn.ModuleDict()
         for name, bank in banks.items():
+            others = {o: width for o, width in widths.items() if o != name}
             if config.mcp == "reconstruct":
-                sizes = others(name), widths[name], config.prompt_len, config.reduction
+                sizes = others, widths[name], config.prompt_len, config.reduction
                 self.own[name] = nn.ModuleList(Reconstruction(*sizes) for _ in range(config.depth))
-                self.gates[name] = nn.ModuleList()
             else:
                 self.own[name] = construct(bank, config)
-                self.gates[name] = gates(others(name), widths[name])
-        self.shared = self._shared(banks) if config.shared_len else nn.ModuleDict()
-        self.shared_maps, self.shared_gates = nn.ModuleDict(), nn.ModuleDict()
-        if config.shared_len:
-            first = widths[self.modalities[0]]
-            self.shared_queries = nn.Parameter(
-                _normal(config.depth, config.shared_len, first if fused else _bottleneck(first, config.reduction))
-            )
-            for name in self.shared:
-                self.shared_gates[name] = gates({"all": first} if fused else others(name), widths.get(name, first))
-                if not fused:
-                    self.shared_maps[name] = self._query_maps(_bottleneck(first, config.reduction), widths[name])
-        # Running sum and count of the mean gate, by modality and layer: is a gate stuck?
-        self.register_buffer("gate_sums", torch.zeros(2, len(widths), config.depth), persistent=False)
-        self._built: tuple[tuple[int, ...], dict[str, Tensor]] | None = None
-
-    def _shared(self, banks: Banks) -> nn.ModuleDict:
-        """A single stream attends to all banks at once, towers each to their own."""
-        memories = {"all": torch.cat(list(banks.values()), 1)} if self.fused else banks
-        return nn.ModuleDict({name: BankAttention(bank, self.config.num_heads) for name, bank in memories.items()})
-
-    def _query_maps(self, width: int, target: int) -> nn.ModuleList:
-        return nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, target))
-            for _ in range(self.config.depth)
-        )
+                self.gates[name] = _gates(others, widths[name], config, fused)
+        self.shared = SharedPrompts(banks, config, fused) if config.shared_len else None
+        self._kept: tuple[tuple[int, ...], tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None
 
     # ------------------------------------------------------------------------------------------- prompts of no sample
 
-    def build(self) -> dict[str, Tensor]:
-        """The ungated prompts (depth, L, d) of each modality ("shared/..." for the shared ones), once for a step.
+    def build(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The ungated prompts (depth, L, d), own and shared, by modality, once for a step.
 
         In evaluation they are kept until a parameter changes.
         """
         if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            self._built = None
+            self._kept = None
             return self._build()
         state = tuple(x for p in self.parameters() for x in (p._version, p.data_ptr()))
-        if self._built is None or self._built[0] != state:
-            self._built = state, self._build()
-        return self._built[1]
+        if self._kept is None or self._kept[0] != state:
+            self._kept = state, self._build()
+        return self._kept[1]
 
-    def _build(self) -> dict[str, Tensor]:
-        built = {} if self.config.mcp == "reconstruct" else {name: make() for name, make in self.own.items()}
-        for name, attention in self.shared.items():
-            queries = self.shared_queries
-            if name in self.shared_maps:
-                queries = _by_layer(self.shared_maps[name], queries)
-            built[f"shared/{name}"] = attention(queries)
-        return built
+    def _build(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        own = {name: make() for name, make in self.own.items() if name in self.gates}
+        return own, {} if self.shared is None else self.shared()
 
     def diversity(self) -> dict[str, list[dict[str, float]]]:
         """By modality and layer: mean cosine of pairs of prompts, and the effective rank of the L tokens.
@@ -271,22 +305,24 @@ class ContextualPrompts(nn.Module):
         if self.config.mcp == "reconstruct":
             raise ValueError("mcp='reconstruct' has no prompts without a sample, so no diversity")
         with torch.no_grad():
-            built = {name: at_least_float32(tokens) for name, tokens in self.build().items() if name in self.own}
-            return {name: [_diversity(tokens) for tokens in layers] for name, layers in built.items()}
+            return {name: [_diversity(at_least_float32(x)) for x in own] for name, own in self.build()[0].items()}
+
+    def mean_gates(self) -> dict[str, list[float]]:
+        """Of the training samples since the last call, by modality and layer (one, where layers share it)."""
+        return {name: [gate.mean() for gate in cast(Iterable[Gate], gates)] for name, gates in self.gates.items()}
 
     # -------------------------------------------------------------------------------------------- prompts of a sample
 
     def bind(self) -> SlotMaker:
         """What ``passes.run`` calls in every layer, around prompts built once."""
-        built = self.build()
+        built, shared = self.build()
 
         def make(names: tuple[str, ...], layer: int, features: Features, present: Bool[Tensor, "b m"]) -> Slots:
             there = dict(zip(self.modalities, present.unbind(1), strict=True))
             own = {name: self._own(built, name, layer, features, there) for name in names}
-            columns = [self.modalities.index(name) for name in names]
-            tokens = mixed([own[name] for name in names], present[:, columns])
-            if self.shared:
-                tokens = torch.cat([self._shared_tokens(built, names[0], layer, features, there), tokens], 1)
+            tokens = mixed(list(own.values()), torch.stack([there[name] for name in names], 1))
+            if self.shared is not None:
+                tokens = torch.cat([self.shared.of_sample(shared, names[0], layer, features, there), tokens], 1)
             return Slots(tokens, own)
 
         return make
@@ -296,44 +332,7 @@ class ContextualPrompts(nn.Module):
     ) -> Tensor:
         if name not in built:
             return cast(nn.ModuleList, self.own[name])[layer](features, there)
-        gate = _layer_of(self.gates[name], layer)
-        if gate is None:
-            return built[name][layer].expand(len(there[name]), -1, -1)
-        values, gated = gate(features, there)
-        self._watch(name, layer, values, gated)
-        return instantiate(built[name][layer], values, gated)
-
-    def _shared_tokens(
-        self, built: Mapping[str, Tensor], name: str, layer: int, features: Features, there: Mapping[str, Tensor]
-    ) -> Tensor:
-        if self.fused:
-            name, anything = "all", torch.stack(list(there.values()), 1)
-            total = torch.stack([f * there[m][:, None] for m, f in features.items()]).sum(0)
-            features = {"all": total / anything.sum(1, keepdim=True).clamp(min=1)}
-            there = {"all": anything.any(1)}
-        tokens, gate = built[f"shared/{name}"][layer], _layer_of(self.shared_gates[name], layer)
-        if gate is None:
-            return tokens.expand(len(there[name]), -1, -1)
-        return instantiate(tokens, *gate(features, there))
-
-    @torch.no_grad()
-    def _watch(self, name: str, layer: int, gate: Tensor, gated: Tensor) -> None:
-        if self.training:
-            sums = self.gate_sums[:, self.modalities.index(name), layer]
-            sums += torch.stack([(gate.mean(1) * gated).sum(), gated.sum()]).to(sums.dtype)
-
-    def mean_gates(self) -> dict[str, list[float]]:
-        """The mean gate by modality and layer over the training samples since the last call (NaN without any)."""
-        sums, counts = self.gate_sums.cpu()
-        means = (sums / counts).tolist()
-        self.gate_sums.zero_()
-        return dict(zip(self.modalities, means, strict=True))
-
-
-def _layer_of(modules: nn.Module, layer: int) -> nn.Module | None:
-    """The layer's own, the one that all layers share, or none."""
-    modules = cast(nn.ModuleList, modules)
-    return modules[min(layer, len(modules) - 1)] if len(modules) else None
+        return _of_sample(built[name][layer], self.gates[name], layer, features, there)
 
 
 def _diversity(tokens: Float[Tensor, "L d"]) -> dict[str, float]:
