@@ -47,11 +47,11 @@ class StruRW(PSAHS):
 
 
 class Filters(nn.Module):
-    """What the encoders below share: a width, dropout, and the normalised adjacency of the last graphs seen."""
+    """What the encoders below share: dropout, and the normalised adjacency of the last graphs seen."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.width, self.dropout = width, nn.Dropout(0.1)
+        self.dropout = nn.Dropout(0.1)
         self.seen: list[tuple[Any, Propagation]] = []
 
     def propagation(self, key: Any, edges: Tensor, weight: Tensor, n: int) -> Propagation:
@@ -70,7 +70,7 @@ class Asymmetric(Filters):
     """
 
     def __init__(self, in_features: int, width: int, hops: int = 1) -> None:
-        super().__init__(width)
+        super().__init__()
         self.first, self.second, self.hops = nn.Linear(in_features, width), nn.Linear(width, width), hops
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Mixed(Filters):
     """Mixed filters after HGDA (Fang et al., ICML 2025): low-pass A~ x, all-pass x, high-pass x - A~ x side by side."""
 
     def __init__(self, in_features: int, width: int) -> None:
-        super().__init__(width)
+        super().__init__()
         self.first, self.second = nn.Linear(3 * in_features, width), nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Rebuilt(Filters):
     """
 
     def __init__(self, in_features: int, width: int) -> None:
-        super().__init__(width)
+        super().__init__()
         self.near, self.far = nn.Linear(in_features, width), nn.Linear(in_features, width)
         self.join = nn.Linear(2 * width, width)
         self.graphs: list[tuple[Tensor, Tensor]] = []
