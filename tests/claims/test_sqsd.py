@@ -23,7 +23,7 @@ def results(harm: tuple[float, ...] = FALLING, **changes: float) -> Results:
             for method in (*SQSD.values(), *ANCHORS, *PLAIN):
                 known = value["shared"] if method == SQSD["shared"] else value["loss"] if method == "loss" else 0.6
                 rows.append(Row(method, {"pool": pool}, "AUROC", seed, known))
-            for method in WINDOWED:
+            for method in WINDOWED[pool]:
                 rows += [Row(method, {"pool": pool, "window": k}, "harm", seed, h) for k, h in enumerate(harm, 1)]
         for to, key in (("r = 16", "transfer"), ("full, last block", "full")):
             rows.append(Row(SQSD["shared"], {"to": to}, "transfer", seed, value[key]))
