@@ -290,9 +290,9 @@ TEXT_METHODS: dict[str, list[Variant]] = {
     "incremental LoRA": _over(Incremental, (2e-3,)),
     "O-LoRA": _over(OLoRA, (2e-3,)),
     "MoE-LoRA": _over(MixtureOfLoRA, (2e-3,)),
-    "full fine-tuning": _over(Full, (5e-5, 2e-4)),
+    "full fine-tuning": _over(Full, (2e-4,)),
     "LoRA per task (oracle)": _over(Oracle, (2e-3,)),
-    "MoRAM": [_memory(2e-3, 0.05), _memory(5e-3, 0.05), _memory(5e-3, 0.1)],
+    "MoRAM": [_memory(2e-3, 0.05), _memory(5e-3, 0.05)],
 }
 
 
