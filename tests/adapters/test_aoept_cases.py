@@ -518,15 +518,7 @@ def test_the_classifier_says_what_is_wrong():
 @pytest.mark.slow
 def test_check_estimator():
     """Of a plain matrix every check applies."""
-    options = {
-        "width": 8,
-        "layers": 1,
-        "depth": 1,
-        "num_heads": 2,
-        "pretrain_steps": 5,
-        "n_prototypes": 4,
-        "epochs": 10,
-    }
+    options = {"width": 8, "layers": 1, "depth": 1, "num_heads": 2, "pretrain_steps": 5, "n_prototypes": 4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_estimator(MissingModalityClassifier(**options, lr=3e-2, random_state=0), on_skip=None)
