@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from subspan.pages import Curve, bars, curves, heat_map, network, spectra
+from subspan.pages import Curve, bars, curves, heat_map, histogram, network, scatter, spectra
 from subspan.pages.plots import PALETTE
 
 DRAWINGS = {
@@ -25,6 +25,8 @@ DRAWINGS = {
     "heat_map": lambda: heat_map(
         [[1.0, 2.0], [3.0, np.nan]], row_labels=["x", "y"], column_labels=["p", "q"], label="rank"
     ),
+    "histogram": lambda: histogram([0.1, 0.5, float("nan"), 3.0], xlabel="score", spans={"window 1": (0.5, 3.0)}),
+    "scatter": lambda: scatter({"<web>": ([1.0, 2.0], [3.0, 1.0]), "chat": ([0.0], [1.0])}, xlabel="x", ylabel="y"),
     "network": lambda: network(
         [("a", "<b>", 0.5), ("a", "c", -1.0), ("d", "c", 0.2), ("a", "d", 0.1)], hubs=["a", "d"]
     ),
@@ -113,6 +115,9 @@ def test_more_series_than_colours_still_differ():
         (lambda: curves({"a": Curve([1, 2], [1])}, xlabel="x", ylabel="y"), "'a' has 2 x values but 1 y"),
         (lambda: bars({"a": [float("nan")]}, ylabel="y"), "'a' has no finite value"),
         (lambda: heat_map([[1.0]], row_labels=["a", "b"], column_labels=["c"], label="l"), r"\(1, 1\) has no 2 row"),
+        (lambda: histogram([float("nan")], xlabel="x"), "no finite value"),
+        (lambda: scatter({}, xlabel="x", ylabel="y"), "nothing to draw"),
+        (lambda: scatter({"a": ([1.0], [])}, xlabel="x", ylabel="y"), "'a' has 1 x values but 0 y"),
         (lambda: network([], hubs=[]), "no hubs"),
         (lambda: network([("a", "b", 1.0)], hubs=["c"]), "edge a - b has no hub"),
     ],

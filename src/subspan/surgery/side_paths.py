@@ -50,7 +50,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     is in evaluation mode, and their own dropout rates are 0. Raises ``ValueError`` where an adapter is merged into the
     base weights.
     """
-    tuned: list[Any] = [m for m in model.modules() if hasattr(m, "enable_adapters") and hasattr(m, "disable_adapters")]
+    # On peft's layers this is a property; transformers' own models have a method of that name.
+    tuned: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "disable_adapters", None), bool)]
     if merged := [m for m in tuned if getattr(m, "merged", False)]:
         raise ValueError(
             f"adapter {merged[0].merged_adapters} is merged into the base weights; call unmerge_adapter() first"
