@@ -469,7 +469,7 @@ def plasticity(r: Results) -> float:
 
 
 def without_softmax(metric: str, sign: float) -> Callable[[Results], float]:
-    """E2: what it costs to give the kept atoms equal weights."""
+    """E2: what it costs to give every kept atom weight 1."""
     variants = ("MoRAM, tau 0.1", "MoRAM, no softmax")
     at = {"data": "ablation"}
 

@@ -62,7 +62,7 @@ def route(
         threshold: kept atoms that score less get weight 0, and nothing is renormalised; None or 0 is no gate.
         score: rank by the signed response (the paper), or by its magnitude.
         normalize: divide responses by their norm over the atoms (the paper).
-        mixing: "softmax" (the paper), or "hard", the plain mean of the kept atoms.
+        mixing: "softmax" (the paper), or "hard", weight 1 for every kept atom.
     """
     k = kept(top_k, p.shape[-1])
     ranked = p.abs() if score == "abs" else p
@@ -73,7 +73,7 @@ def route(
     s = best
     if normalize:
         s = best / torch.linalg.vector_norm(p, dim=-1, keepdim=True).clamp_min(EPS)  # (3)
-    w = torch.softmax(s / temperature, -1) if mixing == "softmax" else torch.full_like(s, 1 / k)  # (5)
+    w = torch.softmax(s / temperature, -1) if mixing == "softmax" else torch.ones_like(s)  # (5)
     if threshold:
         w = w * (s >= threshold)  # (6)
     return Routing(index, w, p.gather(-1, index) if score == "abs" else best)

@@ -30,7 +30,7 @@ class MoRAMConfig:
         threshold_warmup: share of a task's steps, at its end, in which training is gated too. [0]
         score: "signed", or "abs": rank atoms by the magnitude of their response. [signed]
         normalize: divide responses by their norm over the live atoms. [True]
-        mixing: "softmax", or "hard", the plain mean of the kept atoms. [softmax]
+        mixing: "softmax", or "hard", weight 1 for every kept atom. [softmax]
 
     Raises:
         ValueError: a value outside its range.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from subspan.adapters.moram.bank import Routing, dense_read, responses, route, spread
+from subspan.adapters.moram.bank import Routing, dense_read, kept, responses, route, spread
 from subspan.adapters.moram.layer import MoRAMLinear
 
 
@@ -18,7 +18,7 @@ class LayerUsage:
     """Means over the tokens seen by one layer (in evaluation).
 
     ``weight``: mixture weight of each atom (R), after the gate; ``task_weight``: their sums by task; ``silenced``:
-    weight that the gate took away; ``silent``: share of tokens that read nothing; ``live``: atoms that take part;
+    share of the weight that the gate took away; ``silent``: share of tokens that read nothing; ``live``: atoms that take part;
     ``tokens``: how many were seen; ``largest``: the largest weight that any token gave an atom (R); ``strongest``: the
     largest magnitude of a response (R).
     """
@@ -115,7 +115,8 @@ def usage(
         mean = s.weight / max(s.tokens, 1)
         by_task = torch.zeros(tasks, dtype=mean.dtype).index_add_(0, bank.task_of_atom.cpu(), mean)
         share = s.silent / max(s.tokens, 1)
-        silenced = 1.0 - float(mean.sum()) if s.tokens else 0.0
+        whole = 1.0 if layer.config.mixing == "softmax" else kept(layer.config.k, int(bank.live.sum()))
+        silenced = 1.0 - float(mean.sum()) / whole if s.tokens and whole else 0.0
         out[name] = LayerUsage(mean, by_task, silenced, share, int(bank.live.sum()), s.tokens, s.largest, s.strongest)
     return out
 
