@@ -158,8 +158,8 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         labels = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if (new := self.classes_[labels] != y).any():
             raise ValueError(
-                f"label {str(np.asarray(y)[new][0])!r} was not among those of fit ({', '.join(map(str, self.classes_))}): "
-                "tasks may bring new domains, not new classes"
+                f"label {str(np.asarray(y)[new][0])!r} was not among those of fit "
+                f"({', '.join(map(str, self.classes_))}): tasks may bring new domains, not new classes"
             )
         with self._memory.task(name, generator=self.generator_):
             options = {"steps": self.task_steps, "lr": self.task_lr, "cosine": True}

@@ -25,7 +25,7 @@ class MoRAMConfig:
         alpha: output scale times r; r by default, that is, scale 1. [r, and 2r for language models]
         dropout: on what the keys see, in training. [0, and 0.1 for language models]
         target_modules: as for peft: names, suffixes, a regular expression, or "all-linear".
-        read: "dense" multiplies with all values, "gather" reads the kept rows; "auto" chooses by the share of atoms kept.
+        read: "dense" multiplies with all values, "gather" reads the kept rows; "auto" chooses by the share kept.
         modules_to_save: names or suffixes of modules (a head) that train whole, in a copy, through all tasks.
         threshold_warmup: share of a task's steps, at its end, in which training is gated too. [0]
         score: "signed", or "abs": rank atoms by the magnitude of their response. [signed]

@@ -18,9 +18,9 @@ class LayerUsage:
     """Means over the tokens seen by one layer (in evaluation).
 
     ``weight``: mixture weight of each atom (R), after the gate; ``task_weight``: their sums by task; ``silenced``:
-    share of the weight that the gate took away; ``silent``: share of tokens that read nothing; ``live``: atoms that take part;
-    ``tokens``: how many were seen; ``largest``: the largest weight that any token gave an atom (R); ``strongest``: the
-    largest magnitude of a response (R).
+    share of the weight that the gate took away; ``silent``: share of tokens that read nothing; ``live``: atoms that
+    take part; ``tokens``: how many were seen; ``largest``: the largest weight that any token gave an atom (R);
+    ``strongest``: the largest magnitude of a response (R).
     """
 
     weight: Float[Tensor, " r"]
