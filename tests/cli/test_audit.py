@@ -67,6 +67,7 @@ def test_a_table_in_two_formats_and_a_page_and_the_second_run_reads_it(place, tm
     assert "41" in again.stdout or "row" in again.stdout
 
 
+@pytest.mark.slow
 def test_directions_are_trained_from_files_once(place, tmp_path):
     out = tmp_path / "scores.csv"
     args = [place["model"], place["rows"], "--danger", place["danger_rows"], "--safety", place["safety_rows"]]

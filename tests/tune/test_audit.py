@@ -82,6 +82,7 @@ def test_a_resumed_run_that_edited_the_base_takes_the_scores_from_their_file(set
     assert summary["facts"]["audit"]["outcome"] == "weighted by the score"
 
 
+@pytest.mark.slow
 def test_without_init_a_state_is_trained_and_a_fresh_run_scores_again(settings, directions):
     values = settings(audit={**directions, "drop_top": 0.1}, max_steps=2, data={"train": 40, "test": 10})
     tune(parse(values))

@@ -367,7 +367,7 @@ def _order(method: str, pool: str) -> Callable[[Results], float]:
 
 
 def _window_statements(pool: str) -> list[Statement]:
-    method = SQSD["shared" if pool == "poison" else "paper"]
+    method = SQSD["shared"]
     return [
         Statement(f"{method}, {pool} pool: rises of mean harm over five windows", _inversions(method, pool), 1, "<="),
         Statement(f"{method}, {pool} pool: Spearman of window and mean harm", _order(method, pool), 0.8),

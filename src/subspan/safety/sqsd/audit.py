@@ -177,7 +177,8 @@ def audit(
     target = checked_format(out)
     say(f"reading {data}")
     rows = _rows(data)
-    conversation(rows[0], 1, options.get("prompt"), options.get("answer"))  # a missing column, before a model is loaded
+    messages = partial(conversation, prompt=options.get("prompt"), answer=options.get("answer"))
+    messages(rows[0], 1)  # a missing column is told before a model is loaded
     say(f"loading {model}")
     base, tokenizer = load_causal_lm(model), load_tokenizer(model)
     beside = partial(Path.with_name, target)
@@ -189,9 +190,7 @@ def audit(
     if init is not None:
         begin = Direction.from_adapter(Path(init))
     elif state != "zero":
-        texts = [
-            {"messages": conversation(r, 0, options.get("prompt"), options.get("answer"))} for r in initial_rows(rows)
-        ]
+        texts = [{"messages": messages(row, 0)} for row in initial_rows(rows)]
         cache = beside(f"{target.stem}.init")
         begin = trained_once(
             base, tokenizer, texts, cache, say, f"{len(texts)} of the rows", steps=init_steps, stop_margin=None
@@ -209,8 +208,8 @@ def audit(
         table = replace(table, facts={**table.facts, "steering": curves})
     for suffix in (".parquet", ".csv"):
         table.write(target.with_suffix(suffix))
-    texts_shown = [_shown(row) for row in rows] if show_text else None
-    table.report(target.with_suffix(".html"), texts_shown, top)
+    said = [_shown(messages(row, 0)) for row in rows] if show_text else None
+    table.report(target.with_suffix(".html"), said, top)
     return table
 
 
@@ -220,6 +219,5 @@ def _rows(source: Source) -> Any:
     return load_text(source)
 
 
-def _shown(row: Mapping[str, Any]) -> str:
-    turns = conversation(row, 0)
-    return " | ".join(f"{t['role']}: {t['content']}" for t in turns)[:300]
+def _shown(messages: Sequence[Mapping[str, str]]) -> str:
+    return " | ".join(f"{m['role']}: {m['content']}" for m in messages)[:300]

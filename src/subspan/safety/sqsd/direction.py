@@ -124,6 +124,13 @@ class Direction:
                 found.update(half.detach().contiguous().cpu().numpy().tobytes())
         return found.hexdigest()
 
+    def same_update(self, other: "Direction") -> bool:
+        """Whether both hold the same factors; their scalings do not matter to a direction."""
+        return self.factors.keys() == other.factors.keys() and all(
+            torch.equal(z.A, other.factors[n].A) and torch.equal(z.B, other.factors[n].B)
+            for n, z in self.factors.items()
+        )
+
     def check(self, model: nn.Module) -> None:
         """Raise ``BaseMismatch`` where the direction was made for another base model, by names, shapes, or weights."""
         layers = plain_layers(model)

@@ -127,7 +127,7 @@ class SafetyRisk:
             )
         if state == "zero" and init is not None:
             raise ValueError("state 'zero' takes gradients at the base model; leave init out, or use state 'shared'")
-        if danger.digest() == safety.digest():
+        if danger.same_update(safety):
             raise ValueError(
                 f"danger and safety are the same direction ({danger.source or 'both'}): every score would be 0"
             )
@@ -176,6 +176,9 @@ class SafetyRisk:
             "safety_scale": safety_scale,
             "max_length": max_length,
             "last_turn_only": last_turn_only,
+            "prompt": prompt,
+            "answer": answer,
+            "template": getattr(tokenizer, "chat_template", None),
             "dtype": str(next(model.parameters()).dtype),
         }
 
