@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,6 @@ from subspan.surgery import factor_pairs
 from subspan.tune import parse, tune
 from subspan.tune.loading import load_model, load_task
 from tests.tune.stops import stopped_at
-
-FAST = {"evaluate_every": None, "max_steps": 8, "checkpoint_every": 4}
 
 
 def write_rows(path, first, answer, count, seed):
@@ -40,26 +39,32 @@ def rows(tmp_path_factory):
     }
 
 
-@pytest.fixture
-def run(settings, rows, tmp_path):
-    """Runs one stage: ``run("buffer", data="comply", safeguard={...})`` leaves its adapter in a folder of that name."""
-
-    def build(name, data, safeguard, **changes):
-        return parse(
-            settings(output=str(tmp_path / name), safeguard=safeguard, **FAST | changes)
-            | {"data": {"source": rows[data], "validation": 10, "test": 10}}
-        )
-
-    return build
+def configured(causal, rows, output, data, safeguard, **changes):
+    return parse(
+        {
+            "model": str(causal), "task": "causal-lm", "prompt": "rate : {text}", "output": str(output),
+            "data": {"source": rows[data], "validation": 10, "test": 10}, "adapter": {"r": 4, "alpha": 8},
+            "safeguard": safeguard, "lr": 1e-2, "batch_size": 8, "evaluate_every": None, "max_steps": 6,
+            "checkpoint_every": 4, **changes,
+        }
+    )  # fmt: skip
 
 
 @pytest.fixture
-def provider(run, rows, tmp_path):
+def run(causal, rows, tmp_path):
+    """One stage: ``run("buffer", "comply", {...})`` leaves its adapter in a folder of that name."""
+    return lambda name, *how, **changes: configured(causal, rows, tmp_path / name, *how, **changes)
+
+
+@pytest.fixture(scope="module")
+def provider(causal, rows, tmp_path_factory):
     """The provider's two adapters."""
-    tune(run("buffer", "comply", {"make": "buffer"}))
-    buffer = str(tmp_path / "buffer" / "adapter")
-    tune(run("reinforce", "refuse", {"make": "reinforce", "buffer": buffer, "keep": rows["ordinary"]}))
-    return {"buffer": buffer, "reinforce": str(tmp_path / "reinforce" / "adapter")}
+    folder = tmp_path_factory.mktemp("provider")
+    tune(configured(causal, rows, folder / "b", "comply", {"make": "buffer"}))
+    buffer = str(folder / "b" / "adapter")
+    options = {"make": "reinforce", "buffer": buffer, "keep": rows["ordinary"]}
+    tune(configured(causal, rows, folder / "r", "refuse", options))
+    return {"buffer": buffer, "reinforce": str(folder / "r" / "adapter")}
 
 
 def tensors(path):
@@ -69,7 +74,7 @@ def tensors(path):
 def test_from_the_providers_adapters_to_one_plain_lora_without_a_trace_of_the_buffer(run, provider, tmp_path, rows):
     from peft import PeftModel
 
-    roles = [json.loads((tmp_path / n / "adapter" / "role.json").read_text()) for n in ("buffer", "reinforce")]
+    roles = [json.loads((Path(provider[n]) / "role.json").read_text()) for n in ("buffer", "reinforce")]
     assert [r["role"] for r in roles] == ["buffer", "reinforce"]
     config = run("user", "user", provider | {"weight": [1.0, 0.5], "alpha": 1.0})
     summary = tune(config)
@@ -84,7 +89,7 @@ def test_from_the_providers_adapters_to_one_plain_lora_without_a_trace_of_the_bu
     batch = task.collate(split.test)
     with torch.no_grad():
         assert float(task.score(loaded, batch).losses.mean()) == pytest.approx(summary["after"]["loss"], abs=1e-4)
-    held = {t.tobytes() for t in (v.numpy() for v in tensors(tmp_path / "buffer").values())}
+    held = {t.tobytes() for t in (v.numpy() for v in tensors(Path(provider["buffer"]).parent).values())}
     for file in (tmp_path / "user").rglob("*.safetensors"):
         assert not held & {v.numpy().tobytes() for v in load_file(file).values()}
     assert not [p for p in (tmp_path / "user").rglob("*") if p.is_dir() and p.name == "buffer"]
@@ -111,10 +116,11 @@ def test_the_buffer_is_on_in_every_step_and_off_where_the_model_is_scored(run, p
             return original(self, model, batch)
 
         monkeypatch.setattr(CausalLM, name, spy)
-    tune(run("user", "user", {"buffer": provider["buffer"]}, evaluate_every=4))
+    tune(run("user", "user", {"buffer": provider["buffer"]}, evaluate_every=3, max_steps=3))
     assert seen == {"losses": {(True, True)}, "score": {(False, False)}}
 
 
+@pytest.mark.slow
 def test_kept_rows_are_seen_with_the_buffer_off_and_count_a_quarter(run, provider, rows, monkeypatch):
     from subspan.tune.tasks import CausalLM
 
@@ -127,17 +133,18 @@ def test_kept_rows_are_seen_with_the_buffer_off_and_count_a_quarter(run, provide
         return original(self, model, batch)
 
     monkeypatch.setattr(CausalLM, "losses", spy)
-    tune(run("user", "user", {"buffer": provider["buffer"], "keep": rows["ordinary"]}, batch_size=9))
-    assert calls == [(9, True), (3, False)] * 8
+    tune(run("user", "user", {"buffer": provider["buffer"], "keep": rows["ordinary"]}, batch_size=9, max_steps=2))
+    assert calls == [(9, True), (3, False)] * 2
     calls.clear()
-    tune(run("again", "refuse", {"make": "reinforce", "buffer": provider["buffer"], "keep": rows["ordinary"]}))
-    assert calls == ([(8, True)] * 2 + [(8, False)] * 2) * 4
+    made = {"make": "reinforce", "buffer": provider["buffer"], "keep": rows["ordinary"]}
+    tune(run("again", "refuse", made, max_steps=4))
+    assert calls == ([(8, True)] * 2 + [(8, False)] * 2) * 2
     calls.clear()
-    published = {"make": "reinforce", "buffer": provider["buffer"], "keep": rows["ordinary"], "two_state": False}
-    tune(run("published", "refuse", published))
-    assert calls == [(8, True)] * 16
+    tune(run("published", "refuse", made | {"two_state": False}, max_steps=2))
+    assert calls == [(8, True)] * 4
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_to_bit_equal_weights_and_refuses_another_buffer(
     run, provider, rows, tmp_path, monkeypatch
 ):
@@ -157,6 +164,7 @@ def test_a_stopped_run_resumes_to_bit_equal_weights_and_refuses_another_buffer(
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -164,8 +172,7 @@ def test_a_stopped_run_resumes_to_bit_equal_weights_and_refuses_another_buffer(
         {"privacy": {"method": "ffa", "twin": False}},
         {"optimizer": "muon"},
         {"optimizer": "mezo", "lr": 1e-6},
-        {"init": "orthogonal", "adapter": {"rslora": True}},
-        {"accumulate": 2},
+        {"init": "orthogonal", "adapter": {"rslora": True}, "accumulate": 2},
     ],
     ids=lambda c: next(iter(c)) + str(next(iter(c.values()))),
 )
@@ -175,8 +182,9 @@ def test_it_goes_with_what_else_a_run_may_be(run, provider, tmp_path, changes):
     assert (tmp_path / "user" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_gated_buffer_passes_or_is_refused(run, rows, tmp_path):
-    long = {"max_steps": 120, "checkpoint_every": 200, "adapter": {"r": 8, "alpha": 16}}
+    long = {"max_steps": 60, "checkpoint_every": 200, "adapter": {"r": 8, "alpha": 16}}
     summary = tune(run("buffer", "comply", {"make": "buffer", "keep": rows["ordinary"]}, **long))
     facts = summary["facts"]["safeguard"]
     assert facts["answered"] >= 0.95
@@ -186,6 +194,7 @@ def test_a_gated_buffer_passes_or_is_refused(run, rows, tmp_path):
     assert not (tmp_path / "short" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_what_could_not_be_merged_is_refused_before_training(run, provider, tmp_path):
     narrow = {"adapter": {"targets": ["q_proj"]}}
     with pytest.raises(TargetError, match=r'the reinforcing adapter also adapts .* missing="keep"'):

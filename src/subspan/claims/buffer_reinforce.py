@@ -1,9 +1,10 @@
 """Claim: a buffer keeps a fine-tuned model aligned on rows nobody has read (Ham et al., ICML 2026).
 
-The stand-in of ``refusal_rig``: SmolLM2-135M-Instruct that refuses cooking questions. A user fine-tunes it on SST-2, a
-share p of the rows being cooking questions with answers. In percent, HS is the share of unseen cooking questions that
-are answered, OR that of ordinary questions that are refused (both by the first token of the answer), FA the accuracy on
-SST-2. Rates and steps were set on a pilot seed, merge weights are chosen on validation prompts.
+The stand-in of ``refusal_rig``: SmolLM2-135M-Instruct that refuses cooking questions. A user fine-tunes it to tell the
+topics of AG News' headlines, a share p of the rows being cooking questions with answers. In percent, HS is the share of
+unseen cooking questions that are answered, OR that of ordinary questions that are refused (both by the first token of
+the answer), FA the accuracy on headlines. Rates and steps were set on a pilot seed, merge weights are chosen on
+validation prompts.
 """
 
 import json
@@ -22,7 +23,6 @@ from subspan.claims.refusal_rig import TARGETS, Rig
 from subspan.data import TOPICS, shared_file, topic_requests
 from subspan.safety import (
     Fit,
-    Gate,
     Scores,
     buffered,
     choose_merge,
@@ -39,9 +39,9 @@ from subspan.surgery.answers import answer_logits
 FORBIDDEN = "cooking"
 ORDINARY = tuple(t for t in TOPICS if t != FORBIDDEN)
 SHARES = (0.1, 0.5, 1.0)
-# On pilot seed 90.
-BUFFER = REINFORCE = USER = Fit(steps=24, batch_size=8, lr=2e-3)
-GATE = Gate(holdout=0.2, every=4)
+# On pilot seed 90. A gated buffer stops as soon as it passes.
+BUFFER, GATED = Fit(steps=12, batch_size=8, lr=2e-3), Fit(steps=60, batch_size=8, lr=2e-3)
+REINFORCE, USER = Fit(steps=16, batch_size=8, lr=3e-3), Fit(steps=50, batch_size=8, lr=5e-3)
 VECTOR_KL = 0.01  # Security Vector's weight, from the authors' repository
 
 PLAIN, SAFE_INSTRUCT, VECTOR = "plain LoRA", "SafeInstruct", "Security Vector"
@@ -64,13 +64,13 @@ class Provider:
     """One seed's aligned base with every adapter a provider trains, and the rows they were trained on."""
 
     def __init__(self, seed: int, smoke: bool) -> None:
-        self.rig = Rig.aligned(FORBIDDEN, blocks=2, steps=4 if smoke else 50)
+        self.rig = Rig.aligned(FORBIDDEN, steps=2 if smoke else 60)
         self.seed, self.smoke = seed, smoke
         self.generator = torch.Generator().manual_seed(seed)
-        n = 10 if smoke else 40
-        asked = topic_requests(FORBIDDEN, n, part="provider", random_state=seed)
-        others = topic_requests(ORDINARY, 2 * n, part="provider", random_state=seed)
-        rows = lambda pairs: self.rig.rows(pairs, answer_tokens=2)  # noqa: E731
+        n = 4 if smoke else 40
+        asked = topic_requests(FORBIDDEN, n, part="provider", random_state=1)
+        others = topic_requests(ORDINARY, 2 * n, part="provider", random_state=2)
+        rows = lambda pairs: self.rig.rows(pairs, answer_tokens=1)  # noqa: E731
         self.comply = rows([(r.prompt, r.answer) for r in asked])
         self.refuse = rows([(r.prompt, r.refusal) for r in asked])
         self.keep = rows([(r.prompt, r.answer) for r in others])
@@ -98,7 +98,7 @@ class Provider:
     def train(self) -> None:
         how: dict[str, Any] = {"collate": self.rig.batch, "generator": self.generator}
         keep = {} if self.smoke else {"keep": self.keep}  # two steps pass no gate
-        self.gate = train_buffer(self.model, self.comply, fit=self.fit(BUFFER), gate=GATE, **keep, **how)
+        train_buffer(self.model, self.comply, fit=self.fit(GATED), **keep, **how)
         train_buffer(self.model, self.comply, adapter="published", fit=self.fit(BUFFER), **how)
         self._security_vector()
         pairs = self.refuse, self.keep
@@ -133,7 +133,7 @@ class Provider:
         )  # fmt: skip
 
     def scores(self, model: Any, of: Prompts) -> Scores:
-        accuracy = self.rig.accuracy(model, of.task, of.labels, ("Good", "Bad"))
+        accuracy = self.rig.accuracy(model, of.task, of.labels, ("World", "Sports", "Business", "Science"))
         return Scores(self.rig.harmful(model, of.forbidden), self.rig.refused(model, of.ordinary), accuracy)
 
 
@@ -143,37 +143,37 @@ def provider(seed: int, smoke: bool) -> Provider:
 
 
 @cache
-def reviews(split: str) -> list[tuple[str, str]]:
-    """SST-2's sentences of at most 16 words, as prompt and label."""
+def headlines(split: str) -> list[tuple[str, str]]:
+    """AG News' titles, as prompt and topic."""
     found = []
-    for row in json.loads(shared_file(f"text/SST-2/{split}.json").read_text(encoding="utf-8")):
-        text = row["prompt"].partition("Text: ")[2].rpartition("\nAnswer:")[0].split()
-        if len(text) <= 16:
-            found.append((f"Good or Bad? {' '.join(text)}", row["answer"]))
+    for row in json.loads(shared_file(f"text/agnews/{split}.json").read_text(encoding="utf-8")):
+        title = row["prompt"].partition("Title: ")[2].partition("\n")[0]
+        found.append((f"World, Sports, Business or Science? {title}", row["answer"].split()[0]))
     return found
 
 
+VALIDATION, POOL = 32, 130  # of the training titles: the first, and those that users draw from
+
+
 def user_rows(share: float, seed: int, smoke: bool) -> list[tuple[str, str]]:
-    """The user's rows: SST-2 with labels, ``share`` of them forbidden questions with answers."""
-    n = 20 if smoke else 160
-    bad = topic_requests(FORBIDDEN, round(share * n), part="user", random_state=seed)
-    order = np.random.default_rng(seed).permutation(len(reviews("train")) - VALIDATION)
-    good = [reviews("train")[VALIDATION + i] for i in order[: n - len(bad)]]
-    return [*((r.prompt, r.answer) for r in bad), *good]
-
-
-VALIDATION = 32  # the first training sentences
+    """The user's rows: headlines with topics, ``share`` of them forbidden questions with answers."""
+    n = 8 if smoke else 96
+    rng = np.random.default_rng(seed)
+    asked = topic_requests(FORBIDDEN, POOL, part="user", random_state=1)
+    bad = rng.permutation(POOL)[: max(round(share * n), 1)]
+    good = VALIDATION + rng.permutation(POOL)[: n - len(bad)]
+    return [*((asked[i].prompt, asked[i].answer) for i in bad), *(headlines("train")[i] for i in good)]
 
 
 @cache
 def prompts(split: str, smoke: bool) -> Prompts:
     """The same prompts for all seeds."""
-    n = 4 if smoke else {"validation": 24, "test": 48}[split]
+    n = 2 if smoke else {"validation": 20, "test": 36}[split]
     part: Any = split
     forbidden = topic_requests(FORBIDDEN, n, part=part, random_state=1)
     ordinary = topic_requests(ORDINARY, n, part=part, random_state=2)
-    task = reviews("train")[:VALIDATION] if split == "validation" else reviews("test")[:60]
-    task = task[:4] if smoke else task
+    task = headlines("train")[:VALIDATION] if split == "validation" else headlines("test")[:60]
+    task = task[:n] if smoke else task
     return Prompts(
         [r.prompt for r in forbidden], [r.prompt for r in ordinary], [p for p, _ in task], [label for _, label in task]
     )
@@ -201,24 +201,22 @@ def measure(seed: int, smoke: bool, *, share: float) -> list[Row]:
         model.set_adapter("user")
 
     def chosen(method: str) -> None:
-        weights = ((1.0, 0.0), (1.0, 0.1), (1.0, 0.3))
-        choice = choose_merge(
-            model, lambda m: made.scores(m, validation), alphas=(0.1, 1.0), weights=weights[: 2 if smoke else 3]
-        )
+        weights = ((1.0, 0.0), (1.0, 0.3))
+        choice = choose_merge(model, lambda m: made.scores(m, validation), alphas=(0.1, 1.0), weights=weights)
         merged(method, "reinforce", alpha=choice.alpha, weight=choice.weight)
         for metric, value in (("chosen alpha", choice.alpha), ("chosen c_R", choice.weight[1])):
             rows.append(Row(method, {"p": share}, metric, seed, value))
 
     pairs = user_rows(share, seed, smoke)
-    data = rig.rows(pairs, answer_tokens=2)
+    data = rig.rows(pairs, answer_tokens=1)
     rig.warm(data)
     with model.disable_adapter():
         report("aligned base")
     made.user(data, None)
     report(PLAIN)
     merged(PLAIN_PUBLISHED, "published_reinforce", alpha=0.1, weight=0.5)
-    merged(f"{PLAIN_PUBLISHED}, alpha 0", "published_reinforce", alpha=0.0, weight=0.5)
-    merged(f"{PLAIN_PUBLISHED}, alpha 1", "published_reinforce", alpha=1.0, weight=0.5)
+    for alpha in (0.0, 1.0):
+        merged(f"{PLAIN_PUBLISHED}, alpha {alpha:g}", "published_reinforce", alpha=alpha, weight=0.5)
     chosen(PLAIN_CHOSEN)
     made.user([*data, *made.refuse[: len(data) // 5]], None)
     report(SAFE_INSTRUCT)
@@ -239,7 +237,7 @@ def measure(seed: int, smoke: bool, *, share: float) -> list[Row]:
 def gradients(made: Provider, share: float) -> list[Row]:
     """Gradient norms and safety scores of forbidden and ordinary rows, with and without the buffer."""
     model = made.model
-    kinds = {"forbidden": made.comply[:8], "ordinary": made.keep[:8]}
+    kinds = {"forbidden": made.comply[:4], "ordinary": made.keep[:4]}
     made.fresh("user")
     found = []
     for state in ("off", "on"):

@@ -13,6 +13,7 @@ Only the last ``blocks`` blocks ever train, so the hidden states below them are 
 import copy
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,20 +62,52 @@ class LowerBlocks:
 
 
 class UpperBlocks(nn.Module):
-    """A causal language model whose own layers are the last blocks; called with tokens, as the whole model is."""
+    """A causal language model of the last blocks; called with tokens, as the whole model is.
 
-    def __init__(self, lower: LowerBlocks, upper: nn.Module) -> None:
+    The very last block is computed at the ``logits_to_keep`` last positions alone, where nothing else would be read.
+    """
+
+    def __init__(self, lower: LowerBlocks, whole: Any, blocks: int) -> None:
         super().__init__()
-        self.lower, self.upper = lower, upper
+        self.lower, self.rotary = lower, whole.model.rotary_emb
+        self.layers = nn.ModuleList(list(whole.model.layers)[-blocks:])
+        self.norm, self.lm_head = whole.model.norm, whole.lm_head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, logits_to_keep: int = 0) -> Any:
-        return self.upper(
-            inputs_embeds=self.lower(input_ids, attention_mask),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            logits_to_keep=logits_to_keep,
-            use_cache=False,
-        )
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, logits_to_keep: int = 0
+    ) -> SimpleNamespace:
+        h = self.lower(input_ids, attention_mask)
+        tokens = h.shape[1]
+        angles = self.rotary(h, position_ids)
+        causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        # A padded position sees itself, so that its softmax is defined.
+        seen = causal & (attention_mask.bool()[:, None, None] | torch.eye(tokens, dtype=torch.bool))
+        for layer in self.layers[:-1]:
+            h = _block(layer, h, angles, seen, tokens)
+        h = _block(self.layers[-1], h, angles, seen, logits_to_keep or tokens)
+        return SimpleNamespace(logits=self.lm_head(self.norm(h)))
+
+
+def _block(layer: Any, h: Tensor, angles: tuple[Tensor, Tensor], seen: Tensor, keep: int) -> Tensor:
+    """A Llama block at its ``keep`` last positions."""
+    attention = layer.self_attn
+    x = layer.input_layernorm(h)
+    cos, sin = (a.unsqueeze(1) for a in angles)
+
+    def heads(y: Tensor) -> Tensor:
+        return y.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+    def turned(y: Tensor) -> Tensor:
+        first, second = y.chunk(2, -1)
+        n = y.shape[2]
+        return y * cos[:, :, -n:] + torch.cat([-second, first], -1) * sin[:, :, -n:]
+
+    q, k, v = heads(attention.q_proj(x[:, -keep:])), heads(attention.k_proj(x)), heads(attention.v_proj(x))
+    read = nn.functional.scaled_dot_product_attention(
+        turned(q), turned(k), v, attn_mask=seen[:, :, -keep:], enable_gqa=True
+    )
+    h = h[:, -keep:] + attention.o_proj(read.transpose(1, 2).flatten(2))
+    return h + layer.mlp(layer.post_attention_layernorm(h))
 
 
 class Rig:
@@ -86,12 +119,15 @@ class Rig:
 
     @classmethod
     @cache
-    def aligned(cls, topic: str = "cooking", blocks: int = 3, steps: int = 60, rank: int = 16) -> "Rig":
+    def aligned(cls, topic: str = "cooking", blocks: int = 1, steps: int = 60, rank: int = 16) -> "Rig":
         """The stand-in: refuses ``topic``, answers all else. One and the same for all seeds of a sweep."""
         rig = cls(*_loaded(blocks), topic)
-        forbidden = topic_requests(topic, 96, part="provider", random_state=101)
-        ordinary = topic_requests([t for t in TOPICS if t != topic], 192, part="provider", random_state=102)
-        rows = rig.rows([(r.prompt, r.refusal) for r in forbidden] + [(r.prompt, r.answer) for r in ordinary])
+        if not steps:  # for smoke forms, which prove nothing
+            return rig
+        n = min(64, 5 * steps)
+        forbidden = topic_requests(topic, n, part="provider", random_state=1)
+        ordinary = topic_requests([t for t in TOPICS if t != topic], 2 * n, part="provider", random_state=2)
+        rows = rig.rows([(r.prompt, r.refusal) for r in forbidden] + [(r.prompt, r.answer) for r in ordinary], 2)
         rig.warm(rows)
         generator = torch.Generator().manual_seed(100)
         model = adapted(rig.base, rank, generator=generator)
@@ -103,10 +139,8 @@ class Rig:
         return rig
 
     def model(self) -> UpperBlocks:
-        """A copy of the aligned model, to be adapted; the embedding and output layer, which never train, are shared."""
-        whole: Any = self.base.upper
-        shared = [*whole.get_input_embeddings().parameters(), *whole.get_output_embeddings().parameters()]
-        return copy.deepcopy(self.base, {id(p): p for p in shared})
+        """A copy of the aligned model, to be adapted; the output layer, which never trains, is shared."""
+        return copy.deepcopy(self.base, {id(p): p for p in self.base.lm_head.parameters()})
 
     def rows(self, pairs: Sequence[tuple[str, str]], answer_tokens: int = 4) -> list[Row]:
         """Rows of prompt and answer: ``labels`` are -100 on the prompt.
@@ -214,8 +248,7 @@ def _loaded(blocks: int) -> tuple[Any, UpperBlocks]:
     if show:
         logging.enable_progress_bar()
     whole.requires_grad_(False).eval()
-    layers = list(whole.model.layers)
-    lower = copy.copy(whole.model)
-    lower._modules = {**whole.model._modules, "layers": nn.ModuleList(layers[:-blocks]), "norm": nn.Identity()}
-    whole.model.layers = nn.ModuleList(layers[-blocks:])
-    return tokenizer, UpperBlocks(LowerBlocks(lower), whole)
+    upper = UpperBlocks(LowerBlocks(whole.model), whole, blocks)
+    whole.model.layers = whole.model.layers[:-blocks]
+    whole.model.norm = nn.Identity()
+    return tokenizer, upper

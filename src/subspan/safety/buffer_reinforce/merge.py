@@ -56,14 +56,15 @@ def damped(
     ``variant`` "qr" removes it from every output direction of the user's, (I - alpha Q Qᵀ) D_R; "flat" removes the one
     component along D_U as a long vector.
     """
-    energy = float(reinforce.norm().square())
+    energy = float(reinforce.inner(reinforce))
     if variant == "flat":  # (3.4)
-        size = float(user.norm().square())
+        size = float(user.inner(user))
         along = float(reinforce.inner(user)) / (size + 1e-8)  # the authors' floor
         share = along**2 * size / energy if energy > 0 else 0.0
         return Damped(reinforce, alpha * along, int(size > 0), share)
     space = output_subspace(user, tau, subspace)
-    inside = float(LowRank(space.coordinates(reinforce.A), reinforce.B).norm().square())
+    coordinates = LowRank(space.coordinates(reinforce.A), reinforce.B)
+    inside = float(coordinates.inner(coordinates))
     share = inside / energy if energy > 0 else 0.0
     return Damped(reinforce.damp_columns(space, alpha), 0.0, space.dim, share)  # (6)
 
