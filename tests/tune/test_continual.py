@@ -18,6 +18,7 @@ from subspan.errors import ConfigError
 from subspan.tune import parse, plan, tune
 from subspan.tune.config import dump, load
 from subspan.tune.continual import Scores, lines, load_tasks, task_configs
+from subspan.tune.loading import load_task
 from tests.tune.conftest import WORDS
 from tests.tune.stops import stopped_at
 
@@ -313,6 +314,8 @@ BAD = [
     ({"adapter": None}, "adapter: null"),
     ({"adapter": {"dora": True}}, "trains no LoRA"),
     ({"adapter": {"rslora": True}}, "trains no LoRA"),
+    ({"merged": True}, "depends on the token"),
+    ({"safeguard": {"buffer": "somewhere"}}, "one training stage"),
 ]
 
 
@@ -355,6 +358,25 @@ def test_prompts_and_objectives_do_not_go_with_classifiers_in_turn(stream):
         parse(values)
     with pytest.raises(ConfigError, match="each task of continual has its own"):
         parse(stream("classification") | {"objective": "zero-one"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "stream"])
+def test_a_merged_model_computes_what_the_adapter_does(settings, stream, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    options = {"max_steps": 2, "evaluate_every": None, "merged": True}
+    config = parse(settings(init="pissa", **options) if kind == "plain" else stream(method="lora", **options))
+    summary = tune(config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tasks = [load_task(config)] if kind == "plain" else load_tasks(task_configs(config))[0]
+    losses = [loss_of(task, model, rows.test) for task, rows in tasks]
+    assert sum(losses) / len(losses) == pytest.approx(summary["after"]["loss"], abs=1e-4)
+
+
+def test_there_is_nothing_to_merge_without_an_adapter(settings):
+    with pytest.raises(ConfigError, match="adapter: null"):
+        parse(settings(adapter={}) | {"adapter": None, "merged": True})
 
 
 @pytest.mark.slow

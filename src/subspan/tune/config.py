@@ -39,6 +39,7 @@ class Config(Section):
     system: str | None = Field(None, description="causal-lm: the system message (default: the chat template's own)")
     output: Path = Field(description="the run folder")
     adapter: Adapter | None = Field(Adapter(), description="null trains every weight of the model itself")
+    merged: bool = Field(False, description="also write the base model with the adapter merged into its weights")
     init: Annotated[str, AfterValidator(known_init)] = "default"
     calibration_rows: PositiveInt = Field(32, description="training rows that a data-dependent init looks at")
     fisher: FisherOptions = FisherOptions()
@@ -95,6 +96,8 @@ class Config(Section):
             raise ValueError(f"head_lr={self.head_lr}: task {self.task} trains no head of its own")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+        if self.merged and self.adapter is None:
+            raise ValueError("merged folds an adapter into the model, and adapter: null leaves the model whole anyway")
         private = self.privacy
         if self.objective is not None:
             self._trains_an_objective(self.objective.loss)
@@ -175,6 +178,13 @@ class Config(Section):
                 else "moves all directions of a matrix equally far, and the atoms of a memory are vectors of their own"
             )
             raise ValueError(f"optimizer: {self.optimizer} {reason}; use adamw, or method: lora")
+        if memory and self.merged:
+            raise ValueError(
+                "merged folds an adapter into the base weights, and a memory cannot be: what is read depends on the "
+                "token; leave merged out, or use method: lora"
+            )
+        if self.safeguard is not None:
+            raise ValueError("safeguard guards one training stage, and continual has several; leave out one")
         for option in ("dora", "rslora"):
             if memory and getattr(self.adapter, option):
                 raise ValueError(f"adapter.{option} is a form of LoRA, and method: moram trains no LoRA; leave it out")

@@ -181,7 +181,7 @@ def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -
     from accelerate import PartialState
     from transformers import set_seed
 
-    from subspan.tune.recipe import check_fit, fit, parameter_counts, score
+    from subspan.tune.recipe import check_fit, fit, parameter_counts, save_whole, score
     from subspan.tune.report import layer_table
     from subspan.tune.trainer import Journal, latest_checkpoint
 
@@ -261,13 +261,16 @@ def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -
     if isinstance(student, Memory):
         outcome["growth"] = student.memory.growth()
         outcome["reads"], outcome["silent"] = reads(student.memory, tasks, config.batch_size)
+    layers = layer_table(factor_pairs(model), None) if isinstance(student, OneLoRA) else []
+    if config.merged and processes.is_main_process:
+        save_whole(model.merge_and_unload(), tasks[0][0].tokenizer, folder.model)  # pyright: ignore[reportCallIssue]
     return {
         "before": _mean(scores.zero_shot or []),
         "after": _mean(scores.after[-1]),
         "steps": sum(own.max_steps for own in configs),
         "facts": facts,
         "continual": outcome,
-        "layers": layer_table(factor_pairs(model), None) if isinstance(student, OneLoRA) else [],
+        "layers": layers,
     }
 
 

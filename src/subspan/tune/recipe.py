@@ -190,13 +190,10 @@ def _train(config: Config, folder: RunFolder, display: Display, fresh: bool, sta
             save_whole(model, task.tokenizer, folder.model)
     from subspan.tune.report import layer_table
 
-    return {
-        "before": before,
-        "after": after,
-        "steps": config.max_steps,
-        "facts": run.facts,
-        "layers": layer_table(factor_pairs(model), run.shift) if config.adapter else [],
-    }
+    layers = layer_table(factor_pairs(model), run.shift) if config.adapter else []
+    if config.merged and processes.is_main_process:
+        save_whole(model.merge_and_unload(), task.tokenizer, folder.model)  # pyright: ignore[reportCallIssue]
+    return {"before": before, "after": after, "steps": config.max_steps, "facts": run.facts, "layers": layers}
 
 
 def fit(run: Run, parts: Sequence[Part], journal: "Journal", last: Path | None) -> None:
