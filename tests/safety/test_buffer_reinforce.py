@@ -30,6 +30,7 @@ from subspan.safety import (
     train_user,
 )
 from subspan.safety.buffer_reinforce.adapters import best_of
+from subspan.safety.buffer_reinforce.roles import role_of_adapter
 from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, mean_loss
 from subspan.surgery import factor_pairs
 from subspan.surgery.answers import answer_batch, answer_logits, target_losses
@@ -327,6 +328,15 @@ def test_the_buffer_never_reaches_a_users_files(tmp_path):
     assert json.loads((tmp_path / "buffer" / "role.json").read_text())["role"] == "buffer"
     model.set_adapter("user")
     model.merge_and_unload()
+
+
+def test_adapters_that_share_a_configuration_have_roles_of_their_own():
+    shared = LoraConfig(r=2, target_modules=TARGETS)
+    model = get_peft_model(llama(), shared, adapter_name="buffer")
+    model.add_adapter("user", shared)
+    mark_role(model, "buffer", "buffer")
+    assert (role_of_adapter(model, "buffer"), role_of_adapter(model, "user")) == ("buffer", None)
+    assert role_of_adapter(copy.deepcopy(model), "buffer") == "buffer"
 
 
 def test_a_buffer_that_would_train_stops_the_next_step():

@@ -41,7 +41,7 @@ ORDINARY = tuple(t for t in TOPICS if t != FORBIDDEN)
 SHARES = (0.1, 0.5, 1.0)
 # On pilot seed 90. A gated buffer stops as soon as it passes.
 BUFFER, GATED = Fit(steps=12, batch_size=8, lr=2e-3), Fit(steps=60, batch_size=8, lr=2e-3)
-REINFORCE, USER = Fit(steps=16, batch_size=8, lr=3e-3), Fit(steps=50, batch_size=8, lr=5e-3)
+REINFORCE, USER = Fit(steps=16, batch_size=8, lr=3e-3), Fit(steps=48, batch_size=8, lr=5e-3)
 VECTOR_KL = 0.01  # Security Vector's weight, from the authors' repository
 
 PLAIN, SAFE_INSTRUCT, VECTOR = "plain LoRA", "SafeInstruct", "Security Vector"
@@ -168,11 +168,11 @@ def user_rows(share: float, seed: int, smoke: bool) -> list[tuple[str, str]]:
 @cache
 def prompts(split: str, smoke: bool) -> Prompts:
     """The same prompts for all seeds."""
-    n = 2 if smoke else {"validation": 20, "test": 36}[split]
+    n = 2 if smoke else {"validation": 20, "test": 32}[split]
     part: Any = split
     forbidden = topic_requests(FORBIDDEN, n, part=part, random_state=1)
     ordinary = topic_requests(ORDINARY, n, part=part, random_state=2)
-    task = headlines("train")[:VALIDATION] if split == "validation" else headlines("test")[:60]
+    task = headlines("train")[:VALIDATION] if split == "validation" else headlines("test")[:48]
     task = task[:n] if smoke else task
     return Prompts(
         [r.prompt for r in forbidden], [r.prompt for r in ordinary], [p for p, _ in task], [label for _, label in task]
@@ -183,6 +183,7 @@ def measure(seed: int, smoke: bool, *, share: float) -> list[Row]:
     """Every method on one user's rows."""
     made = provider(seed, smoke)
     model, rig = made.model, made.rig
+    made.generator.manual_seed(1000 * seed + round(100 * share))  # whichever share came before
     test, validation = prompts("test", smoke), prompts("validation", smoke)
     rows: list[Row] = []
 

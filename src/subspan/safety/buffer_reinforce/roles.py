@@ -21,12 +21,13 @@ Role = Literal["buffer", "reinforce", "user", "final"]
 
 def role_of_adapter(model: Any, name: str) -> Role | None:
     """What ``mark_role`` or ``load_adapter`` said this adapter is for."""
-    return getattr(model.peft_config[name], "subspan_role", None)
+    return getattr(model, "subspan_roles", {}).get(name)
 
 
 def mark_role(model: Any, name: str, role: Role) -> None:
     """Say what an adapter is for. From then on ``model.save_pretrained`` leaves out a buffer, also in checkpoints."""
-    model.peft_config[name].subspan_role = role
+    # By name, and on the model: adapters may share one configuration object.
+    model.subspan_roles = {**getattr(model, "subspan_roles", {}), name: role}
     if role == "buffer" and "save_pretrained" not in vars(model):
         # A bound method, so that a copy of the model guards itself.
         model.save_pretrained = MethodType(_save_without_buffers, model)
