@@ -467,7 +467,10 @@ def test_the_classifier_takes_towers_and_full_arrays():
     backbone = make_towers({"text": (4, 2), "image": (4, 2)}, width=8, layers=2, heads=2, generator=generator())
     fast = FAST | {"epochs": 1}
     model = MissingModalityClassifier(backbone=backbone, **fast).fit(full, y)
-    assert model.model_.backbone is backbone
+    assert model.model_.backbone is not backbone
+    before, after = backbone.tower("text").project.weight, model.model_.backbone.tower("text").project.weight
+    assert before.dtype == torch.float32
+    assert not torch.equal(before, after.float())
     with pytest.raises(ValueError, match="the backbone has modalities text, image; X has a, b"):
         MissingModalityClassifier(backbone=backbone, **fast).fit({"a": full["text"], "b": full["image"]}, y)
 

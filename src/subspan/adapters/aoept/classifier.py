@@ -1,5 +1,6 @@
 """A scikit-learn classifier for arrays of tokens whose modalities may be missing."""
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
@@ -33,7 +34,7 @@ class MissingModalityClassifier(ClassifierMixin, BaseEstimator):
     Args:
         columns: for a plain matrix, the columns of each modality; by default "first" is the first half of them and
             "second" the rest.
-        backbone: pre-trained ``TorchTowersAdapter`` for the mapping's modalities; it is not copied, and its norms and
+        backbone: pre-trained ``TorchTowersAdapter`` for the mapping's modalities; a copy is used, whose last norms and
             projections train with the head.
         width: of the towers made here.
         layers: of the towers made here.
@@ -206,7 +207,7 @@ class MissingModalityClassifier(ClassifierMixin, BaseEstimator):
             if set(self.backbone.modalities) != set(self._shapes):
                 known = ", ".join(self.backbone.modalities)
                 raise ValueError(f"the backbone has modalities {known}; X has {', '.join(self._shapes)}")
-            return self.backbone.to(self.device)
+            return copy.deepcopy(self.backbone).to(self.device)
         backbone = make_towers(
             self._shapes, width=self.width, layers=self.layers, heads=self.num_heads, generator=generator
         ).to(self.device)
