@@ -105,7 +105,7 @@ class Bench:
     def __init__(self, seed: int, smoke: bool, rank: int = 8) -> None:
         from subspan.safety import Direction
 
-        self.rig = Rig.aligned("cooking", blocks=1 if smoke else 2, steps=0 if smoke else 50)
+        self.rig = Rig.aligned("cooking", steps=0 if smoke else 60)
         self.model, self.seed, self.smoke = self.rig.model(), seed, smoke
         bank, rng = _bank(smoke), np.random.default_rng(1000 + seed)
         asked = _drawn(bank["danger"], 60, rng)

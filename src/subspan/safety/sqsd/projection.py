@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import linear
 
 from subspan.linalg import LowRank
 from subspan.surgery.per_example import example_gradients
@@ -39,7 +40,14 @@ class Projected(NamedTuple):
 
 def factor_gradients(D: Float[Tensor, "b t m"], X: Float[Tensor, "b t n"], z: LowRank, s: float) -> FactorGradients:
     """From a layer's inputs X and its outputs' gradients D: g_A = s Dᵀ(X B), g_B = s Xᵀ(D A)."""  # (3.5)
-    return FactorGradients(s * (D.mT @ (X @ z.B)), s * (X.mT @ (D @ z.A)))
+    return FactorGradients((s * _thin(X, z.B) @ D).mT, (s * _thin(D, z.A) @ X).mT)
+
+
+def _thin(x: Float[Tensor, "b t n"], f: Float[Tensor, "n r"]) -> Float[Tensor, "b r t"]:
+    """(x f)ᵀ of each row. Products of a wide and a thin matrix are three to five times as fast on a CPU this way round,
+    and so are those with the result, whose long side lies in memory in one piece."""
+    b, t, n = x.shape
+    return (f.mT @ x.reshape(b * t, n).mT).view(-1, b, t).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -51,15 +59,17 @@ class FactorStep:
     directions: Sequence[LowRank]
 
     @cached_property
-    def _grams(self) -> tuple[Tensor, Tensor]:
-        return self.z.A.mT @ self.z.A, self.z.B.mT @ self.z.B
+    def _fixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Aᵀ and Bᵀ as they are multiplied with, AᵀA and BᵀB."""
+        z = self.z
+        return z.A.mT.contiguous(), z.B.mT.contiguous(), z.A.mT @ z.A, z.B.mT @ z.B
 
     @cached_property
-    def _anchors(self) -> tuple[Float[Tensor, "mr k"], Float[Tensor, "nr k"]]:
-        """P (Qᵀ B) and Q (Pᵀ A) of each direction, flat: what g_A and g_B are multiplied with."""
-        a = [(v.A @ (v.B.mT @ self.z.B)).flatten() for v in self.directions]
-        b = [(v.B @ (v.A.mT @ self.z.A)).flatten() for v in self.directions]
-        return torch.stack(a, 1), torch.stack(b, 1)
+    def _anchors(self) -> tuple[Float[Tensor, "k rm"], Float[Tensor, "k rn"]]:
+        """P (Qᵀ B) and Q (Pᵀ A) of each direction, transposed and flat: what g_A and g_B are multiplied with."""
+        a = [(v.A @ (v.B.mT @ self.z.B)).mT.flatten() for v in self.directions]
+        b = [(v.B @ (v.A.mT @ self.z.A)).mT.flatten() for v in self.directions]
+        return torch.stack(a), torch.stack(b)
 
     def project(self, D: Float[Tensor, "b t m"], X: Float[Tensor, "b t n"]) -> Projected:
         """Of b rows, from the layer's inputs and its outputs' gradients."""
@@ -68,11 +78,12 @@ class FactorStep:
     def project_gradients(self, g: FactorGradients) -> Projected:
         """<dW, V> and |dW|² in O((m + n) r (r + k)) per row."""
         to_a, to_b = self._anchors
-        dots = -(g.A.flatten(1) @ to_a + g.B.flatten(1) @ to_b)  # (3.4)
-        gram_a, gram_b = self._grams
-        inner_a, inner_b = g.A.mT @ g.A, g.B.mT @ g.B
+        a, b = g.A.mT, g.B.mT
+        dots = -(linear(a.flatten(1), to_a) + linear(b.flatten(1), to_b))  # (3.4)
+        at, bt, gram_a, gram_b = self._fixed
+        inner_a, inner_b = a @ a.mT, b @ b.mT
         first, second = (inner_a * gram_b).sum((1, 2)), (inner_b * gram_a).sum((1, 2))
-        cross = 2 * ((self.z.A.mT @ g.A) * (g.B.mT @ self.z.B)).sum((1, 2))
+        cross = 2 * (linear(a, at).mT * linear(b, bt)).sum((1, 2))
         norm_sq = (first + second + cross).clamp(min=0)  # (3.4); rounding may leave a little less than zero
         # Where the terms cancel, what is left of their sum is rounding: those rows' norms come from QR factors.
         lost = norm_sq < 1e-6 * (first + second + cross.abs())
