@@ -439,6 +439,19 @@ def test_conv1d_layers_are_merged_on_their_output_side(tmp_path):
     torch.testing.assert_close(logits(PeftModel.from_pretrained(gpt2(), tmp_path / "f").eval()), adapter)
 
 
+def test_a_quantised_base_takes_the_merged_adapter_and_no_dense_change():
+    model = three()
+    for pair in factor_pairs(model, "user"):
+        layer = pair.layer.base_layer
+        layer.weight = nn.Parameter(layer.weight.detach().mul(50).to(torch.int8), requires_grad=False)
+    with pytest.raises(TargetError, match="quantised"):
+        merge_reinforced(model, merge_into_base=True)
+    with buffered(model):
+        pass
+    merge_reinforced(model)
+    assert model.active_adapters == ["final"]
+
+
 def test_half_precision_adapters_and_more_rank_than_rows():
     model = get_peft_model(llama().bfloat16(), LoraConfig(r=12, target_modules=["v_proj"]), adapter_name="user")
     model.add_adapter("reinforce", LoraConfig(r=2, target_modules=["v_proj"]), autocast_adapter_dtype=False)

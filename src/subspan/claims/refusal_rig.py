@@ -85,7 +85,7 @@ class UpperBlocks(nn.Module):
         for layer in self.layers[:-1]:
             h = _block(layer, h, angles, seen, tokens)
         h = _block(self.layers[-1], h, angles, seen, logits_to_keep or tokens)
-        # What would follow the row is no target of anybody's: its logits, half of the work for short answers, stay zero.
+        # What would follow the row is nobody's target: its logits, half the work for short answers, stay zero.
         return SimpleNamespace(logits=nn.functional.pad(self.lm_head(self.norm(h[:, :-1])), (0, 0, 0, 1)))
 
 
