@@ -589,6 +589,7 @@ def test_stages_repeat_with_their_generator_and_stop_at_nan(aligned):
     assert mean_loss(aligned, collate, rows) > 1
 
 
+@pytest.mark.slow
 def test_the_callback_trains_checkpoints_and_merges_without_the_buffer(aligned, tmp_path):
     from transformers import Trainer, TrainingArguments
 

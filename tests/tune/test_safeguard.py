@@ -71,6 +71,7 @@ def tensors(path):
     return load_file(path / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_from_the_providers_adapters_to_one_plain_lora_without_a_trace_of_the_buffer(run, provider, tmp_path, rows):
     from peft import PeftModel
 
