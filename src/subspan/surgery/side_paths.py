@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from subspan.linalg import LowRank
 from subspan.surgery.layers import base_layer, is_conv1d, matrix_layers
@@ -36,8 +37,13 @@ def side_paths(
 
 
 def _beside(z: LowRank, s: float) -> Callable[..., Tensor]:
+    # With its long side in memory in one piece, B is read more than twice as fast. While factors train, each call lays
+    # out the present values.
+    laid_out = None if z.B.requires_grad else z.B.mT.contiguous()
+
     def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + (s * (args[0].to(z.B.dtype) @ z.B @ z.A.mT)).to(output.dtype)
+        b = z.B.mT.contiguous() if laid_out is None else laid_out
+        return output + linear(s * linear(args[0].to(b.dtype), b), z.A).to(output.dtype)
 
     return add
 
