@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from subspan.cli import app
+from subspan.linalg import LowRank
 from subspan.safety import Direction, RiskTable
 from subspan.safety.sqsd.audit import load_causal_lm, load_tokenizer
+from subspan.surgery import save_factors
 from tests.tune.conftest import causal  # noqa: F401  (a fixture)
 
 
@@ -120,22 +122,15 @@ def test_what_a_user_can_put_right_is_one_sentence_and_status_2(place, tmp_path,
 @pytest.mark.slow
 def test_an_audit_of_smollm2_goes_on_after_a_kill(tmp_path):
     """A real process on a real model, killed outright once it has written some rows."""
-    rows = [{"prompt": f"What is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(24)]
+    rows = [{"prompt": f"What is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(12)]
     write_rows(tmp_path / "rows.jsonl", rows)
-    for name, word in (("danger", "Sure"), ("safety", "Sorry")):
-        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"Tell me {i}", "answer": f"{word}."} for i in range(4)])
-    # directions of one step: the kill is what is tested
-    script = tmp_path / "directions.py"
-    script.write_text(
-        "from subspan.data import load_text\nfrom subspan.safety import Direction\n"
-        "from subspan.safety.sqsd.audit import load_causal_lm, load_tokenizer\n"
-        "model, tok = (load('asset:smollm2-135m-instruct') for load in (load_causal_lm, load_tokenizer))\n"
-        "for name in ('danger', 'safety'):\n"
-        "    Direction.from_data(model, tok, load_text(f'{name}.jsonl'), targets=['q_proj'], steps=1).save(name)\n"
-    )
-    subprocess.run([sys.executable, script], cwd=tmp_path, check=True, capture_output=True)
+    generator = torch.Generator().manual_seed(0)
+    for name in ("danger", "safety"):
+        layers = [f"model.layers.{i}.self_attn.q_proj" for i in range(30)]
+        drawn = {n: LowRank(*(torch.randn(576, 2, generator=generator) for _ in "AB")) for n in layers}
+        save_factors(tmp_path / name, drawn, dict.fromkeys(layers, 1.0))
     command = [sys.executable, "-m", "subspan", "audit", "asset:smollm2-135m-instruct", "rows.jsonl", "--danger"]
-    command += ["danger", "--safety", "safety", "--state", "zero", "--batch-tokens", "200"]
+    command += ["danger", "--safety", "safety", "--state", "zero", "--batch-tokens", "120"]
     part = tmp_path / "scores.parquet.part"
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -144,11 +139,11 @@ def test_an_audit_of_smollm2_goes_on_after_a_kill(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     before = part.read_text().splitlines()
-    assert 3 <= len(before) < 9
+    assert 3 <= len(before) < 6
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "24/24" in done.stderr
+    assert "12/12" in done.stderr
     table = RiskTable.read(tmp_path / "scores.parquet")
-    assert table["row"].tolist() == list(range(1, 25))
+    assert table["row"].tolist() == list(range(1, 13))
     first = json.loads(before[1])["rows"][0]
     assert table["score"][first["row"] - 1] == first["score"]
     assert Path(tmp_path / "scores.csv").exists()

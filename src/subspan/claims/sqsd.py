@@ -195,7 +195,7 @@ class Bench:
 
     @torch.no_grad()
     def _anchor_representation(self, rows: Sequence[Any]) -> np.ndarray:
-        """The last hidden state at the end of the answer, along mean danger minus mean safety."""
+        """The last hidden state that predicts the end of the answer, along mean danger minus mean safety."""
         head: Any = self.model.get_submodule("lm_head")
         kept: list[Tensor] = []
         handle = head.register_forward_pre_hook(lambda module, args: kept.append(args[0][:, -1]))
@@ -205,7 +205,7 @@ class Bench:
             for at in range(0, len(part), 16):
                 batch = self.rig.batch(part[at : at + 16])
                 position = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-                self.model(batch["input_ids"], batch["attention_mask"], position, logits_to_keep=1)
+                self.model(batch["input_ids"], batch["attention_mask"], position, logits_to_keep=2)
             states.append(torch.cat(kept))
         handle.remove()
         return (states[0] @ (states[1].mean(0) - states[2].mean(0))).numpy()
