@@ -29,6 +29,7 @@ from subspan.resize import (
     strip_aux,
 )
 from subspan.resize.binary.packed import pack, sign_products, word_columns
+from subspan.surgery import split_attention
 
 
 def net(seed=0, **options):
@@ -104,6 +105,18 @@ class TestConversion:
             assert not torch.allclose(out, plain(x))
         torch.testing.assert_close(out, encoder(x))  # with gradients there is no fast path
 
+    def test_split_attention_s_projections_become_binary(self):
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+        split_attention(encoder)
+        x = torch.randn(2, 3, 8)
+        before = encoder(x)
+        binarize(encoder, target_modules=["q_proj", "out_proj"], skip=())
+        attention = encoder.layers[0].self_attn
+        assert [type(m) for m in (attention.q_proj, attention.k_proj, attention.out_proj)] == [
+            BinaryLinear, nn.Linear, BinaryLinear,
+        ]  # fmt: skip
+        assert not torch.allclose(encoder(x), before)
+
     def test_random_twins_repeat_with_their_seed(self):
         def twin(seed):
             return binarize(copy.deepcopy(plain), SurgeConfig(aux_init="random"), random_state=seed)[1].weight_aux
@@ -122,7 +135,7 @@ class TestConversion:
             binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), skip=["head"])
         with pytest.raises(ValueError, match="1 is binary already"):
             binarize(binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))))
-        with pytest.raises(ValueError, match=r"reads the weight of self_attn\.out_proj itself"):
+        with pytest.raises(ValueError, match=r"reads the weight of self_attn\.out_proj past its forward"):
             binarize(nn.TransformerEncoderLayer(8, 2, 16), target_modules=["out_proj"], skip=())
 
 

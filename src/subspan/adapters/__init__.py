@@ -28,13 +28,11 @@ from subspan.adapters.moram import (
     MoRAM,
     MoRAMConfig,
     MoRAMLinear,
-    SplitAttention,
     cl_metrics,
     disable_moram,
     inject_moram,
     load_moram,
     save_moram,
-    split_attention,
 )
 from subspan.surgery import FisherStats, collect_fisher
 
@@ -64,7 +62,6 @@ __all__ = [
     "NM2IReport",
     "PrototypeBank",
     "RankAllocation",
-    "SplitAttention",
     "Stream",
     "TokenEmbedding",
     "TorchTowersAdapter",
@@ -88,7 +85,6 @@ __all__ = [
     "missing_table",
     "nm2i",
     "save_moram",
-    "split_attention",
 ]
 
 

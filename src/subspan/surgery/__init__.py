@@ -1,5 +1,6 @@
 """The only room that touches module trees: finding layers, reading and writing weights, factor pairs, statistics."""
 
+from subspan.surgery.attention import SplitAttention, split_attention
 from subspan.surgery.factors import (
     BaseShift,
     FactorPair,
@@ -52,6 +53,7 @@ __all__ = [
     "LayerMoments",
     "Likelihood",
     "Owned",
+    "SplitAttention",
     "base_fingerprint",
     "base_layer",
     "check_base",
@@ -75,6 +77,7 @@ __all__ = [
     "save_factors",
     "shift_base",
     "side_paths",
+    "split_attention",
     "undisturbed",
     "weight_matrix",
     "write_weight",

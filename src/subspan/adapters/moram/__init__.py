@@ -1,6 +1,5 @@
 """MoRAM: continual learning by a growing bank of rank-1 associative memories in each linear layer."""
 
-from subspan.adapters.moram.attention import SplitAttention, split_attention
 from subspan.adapters.moram.classifier import ContinualMoRAMClassifier
 from subspan.adapters.moram.config import MoRAMConfig
 from subspan.adapters.moram.layer import MoRAMLinear
@@ -14,11 +13,9 @@ __all__ = [
     "MoRAM",
     "MoRAMConfig",
     "MoRAMLinear",
-    "SplitAttention",
     "cl_metrics",
     "disable_moram",
     "inject_moram",
     "load_moram",
     "save_moram",
-    "split_attention",
 ]

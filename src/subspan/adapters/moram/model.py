@@ -12,14 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subspan.adapters.moram.attention import split_attention
 from subspan.adapters.moram.config import MoRAMConfig
 from subspan.adapters.moram.layer import MoRAMLinear
 from subspan.adapters.moram.usage import LayerUsage, activation_maps, compact, usage
 from subspan.errors import BaseMismatch, DataError, TargetError
 from subspan.files import replacing, write_json
-from subspan.surgery import base_fingerprint, find_targets, is_conv1d, replace_modules
-from subspan.surgery.layers import no_match
+from subspan.surgery import (
+    base_fingerprint,
+    find_targets,
+    is_conv1d,
+    no_match,
+    replace_modules,
+    split_attention,
+)
 
 WEIGHTS, SETTINGS = "moram.safetensors", "moram.json"
 

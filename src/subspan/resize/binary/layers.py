@@ -138,6 +138,14 @@ _TWINS: dict[type[nn.Module], type[BinaryLayer]] = {
 }
 
 
+def _kind(module: nn.Module) -> type[BinaryLayer] | None:
+    """What this layer becomes; a subclass counts where it computes as torch's own."""
+    if is_conv1d(module):
+        return BinaryLinear
+    same = (twin for own, twin in _TWINS.items() if isinstance(module, own) and type(module).forward is own.forward)
+    return next(same, None)
+
+
 def binarize(
     model: nn.Module,
     config: SurgeConfig | None = None,
@@ -172,7 +180,7 @@ def binarize(
     found = [
         name
         for name, module in named.items()
-        if (type(module) in _TWINS or is_conv1d(module) or name in inside)
+        if _kind(module) is not None
         and (target_modules is None or any(name == t or name.endswith(f".{t}") for t in target_modules))
     ]
     if target_modules is None:
@@ -189,7 +197,10 @@ def binarize(
             else f"all {len(found)} layers that match are skipped; leave out 'first' or 'last' in skip"
         )
     if hidden := [name for name in chosen if name in inside]:
-        raise ValueError(f"nn.MultiheadAttention reads the weight of {hidden[0]} itself; split it into linear layers")
+        raise ValueError(
+            f"nn.MultiheadAttention reads the weight of {hidden[0]} past its forward; call "
+            "subspan.surgery.split_attention(model) first"
+        )
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
     made: dict[nn.Module, BinaryLayer] = {}  # a layer that stands in two places stays one
     for name in chosen:
@@ -204,7 +215,7 @@ def binarize(
 
 def to_binary(old: nn.Module, config: SurgeConfig, generator: torch.Generator | None = None) -> BinaryLayer:
     """A binary layer with the parameters, hooks and shape of a full-precision one."""
-    kind = BinaryLinear if is_conv1d(old) else _TWINS[type(old)]
+    kind: Any = _kind(old)
     new: Any = kind.__new__(kind)
     new.__dict__.update({k: dict(v) if k in ("_parameters", "_buffers") else v for k, v in old.__dict__.items()})
     if is_conv1d(old):

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention taken apart, because an adapter must reach its projections one by one."""
+"""nn.MultiheadAttention taken apart, for methods that must reach its projections one by one."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subspan.surgery import replace_modules
+from subspan.surgery.layers import replace_modules
 
 
 class SplitAttention(nn.Module):
