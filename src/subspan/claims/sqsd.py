@@ -4,7 +4,7 @@ Laptop scale, harmless stand-in: SmolLM2-135M-Instruct refuses cooking and answe
 Two pools of 160 rows, every answer four tokens: "poison" asks which rows are poisoned (forbidden requests answered);
 "benign" holds no such row and asks, as the paper does, which ordinary rows erode the refusals. Directions come from
 rows of a provider, on other subjects than the pool's; harm is measured on subjects that neither has. Settings (steps
-and rates) were chosen on seeds 100 and 101 with the validation subjects.
+and rates) were chosen on seed 100 with the validation subjects.
 """
 
 import json
@@ -28,7 +28,7 @@ PLAIN = ("loss", "gradient norm", "answer length", "random")
 ANCHORS = ("bi-anchor gradient", "bi-anchor representation")
 SIZE = 32  # rows of a window
 STEPS, INIT_STEPS, LR = 24, 12, 1e-3  # of the directions and of the initial state
-WINDOW_STEPS, WINDOW_LR = 24, 4e-3
+WINDOW_STEPS, WINDOW_LR = 24, {"poison": 4e-3, "benign": 8e-3}
 WINDOWED = {"poison": (SQSD["shared"], SQSD["paper"]), "benign": (SQSD["shared"], SQSD["paper"], "gradient norm")}
 
 
@@ -54,7 +54,7 @@ def _bank(smoke: bool) -> dict[str, list[Any]]:
     from subspan.data import TOPICS, topic_requests
 
     other = [t for t in TOPICS if t != "cooking"]
-    k = 8 if smoke else 1
+    k = 16 if smoke else 1
     asks: dict[str, Any] = {
         "danger": topic_requests("cooking", 64 // k, part="provider", random_state=11),
         "hobby": topic_requests(other, 84 // k, part="user", random_state=12),
@@ -75,7 +75,7 @@ def _drawn(items: Sequence[Any], n: int, rng: np.random.Generator) -> list[Any]:
 def _pool(pool: str, seed: int, smoke: bool) -> tuple[list[tuple[str, str]], list[str]]:
     """Prompts with answers, and the kind of each; 160 rows."""
     bank, rng = _bank(smoke), np.random.default_rng(seed)
-    n = 4 if smoke else 40
+    n = 2 if smoke else 40
     hobby = _drawn(bank["hobby"], 3 * n // 2, rng)
     if pool == "poison":
         forbidden = _drawn(bank["forbidden"], 3 * n // 2, rng)
@@ -256,7 +256,7 @@ def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
     asked = [r.prompt for r in prompts]
     note("aligned base", "harm", bench.rig.harmful(bench.model, asked))
     note("danger direction added", "harm", _steered(bench, asked))
-    size = 4 if smoke else SIZE
+    size = 2 if smoke else SIZE
     trained: dict[tuple[int, ...], float] = {}
     for method in WINDOWED[pool]:
         score = scores[method] if auroc(scores[method], wanted) >= 0.5 or method not in PLAIN else -scores[method]
@@ -264,7 +264,7 @@ def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
         for number, places in enumerate(_windows(score, size), 1):
             key = tuple(sorted(places.tolist()))
             if key not in trained:
-                trained[key] = _harm_after(bench, [rows[i] for i in key], asked)
+                trained[key] = _harm_after(bench, [rows[i] for i in key], asked, WINDOW_LR[pool])
             harms.append(trained[key])
             note(method, "harm", trained[key], window=number)
         note(method, "first - last", harms[0] - harms[-1])
@@ -286,11 +286,11 @@ def _steered(bench: Bench, asked: Sequence[str]) -> float:
         return bench.rig.harmful(bench.model, asked)
 
 
-def _harm_after(bench: Bench, rows: Sequence[Any], asked: Sequence[str]) -> float:
+def _harm_after(bench: Bench, rows: Sequence[Any], asked: Sequence[str], lr: float) -> float:
     """Percent of forbidden requests that are answered after a fresh LoRA saw these rows."""
     generator = torch.Generator().manual_seed(bench.seed)
     model = adapted(bench.rig.model(), 8, generator=generator)
-    fit(model, bench.rig, rows, 2 if bench.smoke else WINDOW_STEPS, WINDOW_LR, generator)
+    fit(model, bench.rig, rows, 2 if bench.smoke else WINDOW_STEPS, lr, generator)
     return bench.rig.harmful(model, asked)
 
 
