@@ -60,15 +60,17 @@ class FactorStep:
 
     @cached_property
     def _fixed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Aᵀ and Bᵀ as they are multiplied with, AᵀA and BᵀB."""
+        """Aᵀ and Bᵀ as they are multiplied with; [BᵀB, I] and [AᵀA, I], whose products with gᵀg are norms."""
         z = self.z
-        return z.A.mT.contiguous(), z.B.mT.contiguous(), z.A.mT @ z.A, z.B.mT @ z.B
+        eye = torch.eye(z.rank, dtype=z.A.dtype, device=z.A.device)
+        by_b, by_a = (torch.stack([f.mT @ f, eye]).flatten(1) for f in (z.B, z.A))
+        return z.A.mT.contiguous(), z.B.mT.contiguous(), by_b, by_a
 
     @cached_property
     def _anchors(self) -> tuple[Float[Tensor, "k rm"], Float[Tensor, "k rn"]]:
-        """P (Qᵀ B) and Q (Pᵀ A) of each direction, transposed and flat: what g_A and g_B are multiplied with."""
-        a = [(v.A @ (v.B.mT @ self.z.B)).mT.flatten() for v in self.directions]
-        b = [(v.B @ (v.A.mT @ self.z.A)).mT.flatten() for v in self.directions]
+        """-P (Qᵀ B) and -Q (Pᵀ A) of each direction, transposed and flat: what g_A and g_B are multiplied with."""
+        a = [-(v.A @ (v.B.mT @ self.z.B)).mT.flatten() for v in self.directions]
+        b = [-(v.B @ (v.A.mT @ self.z.A)).mT.flatten() for v in self.directions]
         return torch.stack(a), torch.stack(b)
 
     def project(self, D: Float[Tensor, "b t m"], X: Float[Tensor, "b t n"]) -> Projected:
@@ -78,19 +80,19 @@ class FactorStep:
     def project_gradients(self, g: FactorGradients) -> Projected:
         """<dW, V> and |dW|² in O((m + n) r (r + k)) per row."""
         to_a, to_b = self._anchors
+        at, bt, by_b, by_a = self._fixed
         a, b = g.A.mT, g.B.mT
-        dots = -(linear(a.flatten(1), to_a) + linear(b.flatten(1), to_b))  # (3.4)
-        at, bt, gram_a, gram_b = self._fixed
-        inner_a, inner_b = a @ a.mT, b @ b.mT
-        first, second = (inner_a * gram_b).sum((1, 2)), (inner_b * gram_a).sum((1, 2))
+        dots = linear(a.flatten(1), to_a) + linear(b.flatten(1), to_b)  # (3.4)
+        # Columns: <g_Aᵀg_A, BᵀB> + <AᵀA, g_Bᵀg_B>, and |g_A|² + |g_B|².
+        squares = linear((a @ a.mT).flatten(1), by_b) + linear((b @ b.mT).flatten(1), by_a)
         cross = 2 * (linear(a, at).mT * linear(b, bt)).sum((1, 2))
-        norm_sq = (first + second + cross).clamp(min=0)  # (3.4); rounding may leave a little less than zero
+        norm_sq = (squares[:, 0] + cross).clamp(min=0)  # (3.4); rounding may leave a little less than zero
         # Where the terms cancel, what is left of their sum is rounding: those rows' norms come from QR factors.
-        lost = norm_sq < 1e-6 * (first + second + cross.abs())
+        lost = norm_sq < 1e-6 * (squares[:, 0] + cross.abs())
         if lost.any():
             norm_sq = norm_sq.clone()
             norm_sq[lost] = self._step(FactorGradients(g.A[lost], g.B[lost])).norm().square()
-        return Projected(dots, norm_sq, inner_a.diagonal(0, 1, 2).sum(1) + inner_b.diagonal(0, 1, 2).sum(1))
+        return Projected(dots, norm_sq, squares[:, 1])
 
     def _step(self, g: FactorGradients) -> LowRank:
         """-dW as factors of rank 2r."""
