@@ -418,6 +418,21 @@ def test_a_killed_audit_goes_on_where_it_stopped_with_equal_bits(model, words, t
     assert scored == []  # a finished audit is read, not repeated
 
 
+def test_resuming_with_another_batch_size_scores_no_row_twice(model, words, trio, tmp_path):
+    data, out = rows(8), tmp_path / "scores.csv"
+
+    def stop(done, total):
+        if done >= 3:
+            raise Killed
+
+    options = dict(tokenizer=words, init=trio[2])
+    with pytest.raises(Killed):
+        SafetyRisk(model, trio[0], trio[1], batch_tokens=30, **options).score(data, out, progress=stop)
+    table = SafetyRisk(model, trio[0], trio[1], batch_tokens=4096, **options).score(data, out)
+    mean = sum(m["mean"] for m in table.facts["modules"].values())
+    assert mean == pytest.approx(table["score"].mean())
+
+
 def test_resuming_with_other_settings_or_rows_is_refused(model, words, trio, tmp_path):
     data, out = rows(6), tmp_path / "scores.csv"
 

@@ -28,7 +28,9 @@ def audit(
     answer: Annotated[str | None, typer.Option(help="Column with the answer.")] = None,
     last_turn_only: Annotated[bool, typer.Option("--last-turn-only", help="Count the last answer only.")] = False,
     max_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a forward pass; memory only.")] = 4096,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Tokens of a forward pass: memory, and rows lost to a kill.")
+    ] = 1024,
     probe: Annotated[str | None, typer.Option(help="File of safe answers: do the directions steer the model?")] = None,
     show_text: Annotated[bool, typer.Option("--show-text", help="Show what the riskiest rows say.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of going on.")] = False,

@@ -231,8 +231,8 @@ class SafetyRisk:
             recorder = ExampleRecorder({n: self._layers[n] for n in self.names}, allow_unused=True)
             stack.callback(recorder.remove)
             for batch in self._batches(dataset):
-                if not all([journal.done(row.number, row.digest) for row in batch]):
-                    journal.add(*self._score_batch(batch, recorder))
+                if todo := [row for row in batch if not journal.done(row.number, row.digest)]:
+                    journal.add(*self._score_batch(todo, recorder))
                 if progress is not None:
                     progress(len(journal.records), total)
         table = RiskTable.of([journal.records[n] for n in sorted(journal.records)], self._facts(journal))
