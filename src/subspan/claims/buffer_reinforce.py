@@ -318,6 +318,10 @@ CLAIM = Claim(
         Statement("gradient norm of forbidden rows, buffer on over off, worst seed", damped_gradient, 0.5, "<="),
     ),
     seeds=(100, 101, 102, 103, 104),
+    notes=(
+        "The two-state user of Buffer-and-Reinforce fails at p = 1, and costs accuracy; the same buffer with a one-state user "
+        "('buffer, kept rows') holds HS at every p and over-refuses at small ones."
+    ),
     plots=(
         Plot("Forbidden prompts that are answered (HS)", "HS", over="p"),
         Plot("Ordinary prompts that are refused (OR)", "OR", over="p"),
