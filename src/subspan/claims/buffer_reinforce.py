@@ -319,8 +319,8 @@ CLAIM = Claim(
     ),
     seeds=(100, 101, 102, 103, 104),
     notes=(
-        "The two-state user of Buffer-and-Reinforce fails at p = 1, and costs accuracy; the same buffer with a one-state user "
-        "('buffer, kept rows') holds HS at every p and over-refuses at small ones."
+        "The two-state user of Buffer-and-Reinforce fails at p = 1, and costs accuracy; the same buffer with a "
+        "one-state user ('buffer, kept rows') holds HS at every p and over-refuses at small ones."
     ),
     plots=(
         Plot("Forbidden prompts that are answered (HS)", "HS", over="p"),

@@ -213,8 +213,8 @@ def train_user(
         model: a peft model that holds the buffer and a fresh LoRA called ``adapter``.
         rows: the user's rows.
         collate: see ``train_buffer``.
-        keep: ordinary rows of the provider, a quarter of every batch, seen with the buffer *off* (two-state). Where all of
-            the user's rows are bad, these alone move the weights, towards complying: leave them out then.
+        keep: ordinary rows of the provider, a quarter of every batch, seen with the buffer *off* (two-state). Where all
+            of the user's rows are bad, these alone move the weights, towards complying: leave them out then.
         fit: steps and rates.
         adapter: name of the adapter.
         buffer: name of the buffer; None trains without one.
