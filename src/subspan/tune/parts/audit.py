@@ -82,9 +82,9 @@ class Audited(Part):
             from subspan.safety import RiskTable
 
             self._take(run, RiskTable.read(run.folder / "audit" / "scores.parquet"))
-        scored = len(self.table.ranking)
-        done = "weighted by the score" if self.weights is not None else f"{len(self.table) - len(run.train)} dropped"
-        run.note("audit", state=self.options.state, rows=len(self.table), scored=scored, outcome=done)
+        table: Any = self.table
+        done = "weighted by the score" if self.weights is not None else f"{len(table) - len(run.train)} dropped"
+        run.note("audit", state=self.options.state, rows=len(table), scored=len(table.ranking), outcome=done)
 
     def batches(self, run: Run) -> Iterable[list[int]] | None:
         if self.weights is None:
