@@ -133,6 +133,8 @@ class TestConversion:
             binarize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         with pytest.raises(TargetError, match="head match no layer"):
             binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), skip=["head"])
+        with pytest.raises(TargetError, match="match no layer"):
+            binarize(nn.Linear(4, 4), skip=())  # nothing holds it, in which another could take its place
         with pytest.raises(ValueError, match="1 is binary already"):
             binarize(binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))))
         with pytest.raises(ValueError, match=r"reads the weight of self_attn\.out_proj past its forward"):
@@ -289,6 +291,12 @@ class TestPacked:
         x, w = rng.standard_normal((n, p)) >= 0, rng.standard_normal((q, p)) >= 0
         found = sign_products(word_columns(pack(x)), word_columns(pack(w)), p)
         assert np.array_equal(found, np.where(x, 1, -1) @ np.where(w, 1, -1).T)
+
+    def test_a_layer_in_two_places_is_packed_in_both(self):
+        shared = BinaryLinear(9, 9)
+        out = export_binary(nn.Sequential(shared, nn.Tanh(), shared))
+        assert isinstance(out[0], PackedLinear)
+        assert out[0] is out[2]
 
     def test_sums_too_long_for_sixteen_bits(self):
         x, w = np.ones((3, 70_000), bool), np.zeros((2, 70_000), bool)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from subspan.errors import TargetError
+from subspan.linalg import LowRank
 from subspan.surgery.layers import input_patches, is_matrix_layer
 
 
@@ -96,6 +97,10 @@ class LayerGradient(NamedTuple):
 
     D: Float[Tensor, "b t p"]
     X: Float[Tensor, "b t q"]
+
+    def inner(self, z: LowRank) -> Float[Tensor, " b"]:
+        """<Dᵢᵀ Xᵢ, z> of each example, without forming its gradient."""
+        return ((self.D @ z.A) * (self.X @ z.B)).sum((1, 2))
 
 
 def exact(x: Tensor) -> Tensor:

@@ -129,19 +129,12 @@ class OneLoRA:
     """A single LoRA that each task goes on training: what to compare with."""
 
     def __init__(self, base: nn.Module, config: Config, targets: list[str], peft_task: str) -> None:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        wanted = config.adapter
-        assert wanted is not None
-        lora = LoraConfig(
-            r=wanted.r,
-            lora_alpha=wanted.alpha,  # pyright: ignore[reportArgumentType]
-            lora_dropout=wanted.dropout,
-            target_modules=targets,
-            use_dora=wanted.dora,
-            use_rslora=wanted.rslora,
-            task_type=peft_task,
-        )
+        from subspan.tune.recipe import lora_config
+
+        assert config.adapter is not None
+        lora = lora_config(config.adapter, targets, peft_task)
         self.model: nn.Module = get_peft_model(base, lora)  # pyright: ignore[reportArgumentType]
 
     def begin(self, number: int, name: str) -> None:

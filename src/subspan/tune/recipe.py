@@ -278,22 +278,29 @@ def checked_targets(base: nn.Module, wanted: Adapter) -> dict[str, nn.Module]:
     return targets
 
 
+def lora_config(wanted: Adapter, targets: list[str], peft_task: str, **options: Any) -> Any:
+    """The adapter as peft is told of it."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=wanted.r,
+        lora_alpha=wanted.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=wanted.dropout,
+        target_modules=targets,
+        use_dora=wanted.dora,
+        use_rslora=wanted.rslora,
+        task_type=peft_task,
+        **options,
+    )
+
+
 def _attach_adapter(run: Run, wanted: Adapter, parts: Sequence[Part], folder: RunFolder) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     options: dict[str, Any] = {}
     for part in parts:
         options |= part.lora_options(run)
-    lora = LoraConfig(
-        r=wanted.r,
-        lora_alpha=wanted.alpha,  # pyright: ignore[reportArgumentType]
-        lora_dropout=wanted.dropout,
-        target_modules=run.targets,
-        use_dora=wanted.dora,
-        use_rslora=wanted.rslora,
-        task_type=run.task.peft_task,
-        **options,
-    )
+    lora = lora_config(wanted, run.targets, run.task.peft_task, **options)
     run.model = get_peft_model(run.model, lora)  # pyright: ignore[reportArgumentType]
     if run.resuming:
         run.shift = BaseShift.load(folder.start)

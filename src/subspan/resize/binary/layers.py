@@ -10,7 +10,7 @@ from subspan.errors import TargetError
 from subspan.resize.binary.config import SurgeConfig
 from subspan.resize.binary.estimators import transformed
 from subspan.resize.binary.joint import Call, Convolution, Dense, Observed, surge
-from subspan.surgery import is_conv1d, no_match
+from subspan.surgery import is_conv1d, no_match, replace_modules
 
 AUX = "weight_aux"
 _NORMS = "smoothed_norms"
@@ -180,7 +180,8 @@ def binarize(
     found = [
         name
         for name, module in named.items()
-        if _kind(module) is not None
+        if name
+        and _kind(module) is not None
         and (target_modules is None or any(name == t or name.endswith(f".{t}") for t in target_modules))
     ]
     if target_modules is None:
@@ -202,14 +203,13 @@ def binarize(
             "subspan.surgery.split_attention(model) first"
         )
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
-    made: dict[nn.Module, BinaryLayer] = {}  # a layer that stands in two places stays one
+    new: dict[nn.Module, nn.Module] = {}
     for name in chosen:
-        parent, _, leaf = name.rpartition(".")
         old = named[name]
-        if old not in made:
-            made[old] = to_binary(old, config, generator)
-        setattr(model.get_submodule(parent), leaf, made[old])
-        _leave_fast_path(model.get_submodule(parent))
+        if old not in new:  # a layer that stands in two places stays one
+            new[old] = to_binary(old, config, generator)
+        _leave_fast_path(model.get_submodule(name.rpartition(".")[0]))
+    replace_modules(model, new)
     return model
 
 

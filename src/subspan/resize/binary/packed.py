@@ -20,6 +20,7 @@ from subspan.resize.binary.config import SurgeConfig
 from subspan.resize.binary.estimators import filter_scale, transformed
 from subspan.resize.binary.joint import Convolution, Dense, scaled_output
 from subspan.resize.binary.layers import BinaryLayer, BinaryLinear, binary_layers, padded, to_binary
+from subspan.surgery import replace_modules
 
 # Rows x outputs of one block: the words' XOR and counts of a block stay in the second-level cache.
 _BLOCK = (16, 1024)
@@ -214,8 +215,7 @@ def export_binary(model: nn.Module, *, fold_batch_norm: bool = False) -> nn.Modu
             ``nn.Sequential`` as a threshold per channel (in exact arithmetic the same signs).
     """
     out = copy.deepcopy(model)
-    for name, layer in binary_layers(out).items():
-        _pack_in_place(out, name, layer)
+    replace_modules(out, {layer: _packed(layer) for layer in binary_layers(out).values()})
     if fold_batch_norm:
         for chain in [m for m in out.modules() if isinstance(m, nn.Sequential)]:
             for i, (first, second) in enumerate(pairwise(chain)):
@@ -225,9 +225,9 @@ def export_binary(model: nn.Module, *, fold_batch_norm: bool = False) -> nn.Modu
     return out
 
 
-def _pack_in_place(model: nn.Module, name: str, layer: BinaryLayer) -> None:
+def _packed(layer: BinaryLayer) -> PackedLayer:
     packed = PackedLinear(layer) if isinstance(layer, BinaryLinear) else PackedConv(layer)
-    model.set_submodule(name, packed.train(layer.training))
+    return packed.train(layer.training)
 
 
 def save_packed(model: nn.Module, path: str | Path) -> None:
@@ -251,13 +251,14 @@ def load_packed(model: nn.Module, path: str | Path) -> nn.Module:
     if not meta:
         raise ValueError(f"{path} holds no packed layers")
     out = copy.deepcopy(model)
+    new: dict[nn.Module, nn.Module] = {}
     for name, scaled in meta.items():
         layer = out.get_submodule(name)
-        if not isinstance(layer, BinaryLayer):
-            layer = to_binary(layer, SurgeConfig(mode="ste", alpha="channel" if scaled else "none"))
-        _pack_in_place(out, name, layer)
-        packed: Any = out.get_submodule(name)
+        config = SurgeConfig(mode="ste", alpha="channel" if scaled else "none")
+        packed = _packed(layer if isinstance(layer, BinaryLayer) else to_binary(layer, config))
         packed.threshold, packed.falling = (tensors.get(f"{name}.{part}") for part in ("threshold", "falling"))
+        new[layer] = packed
+    replace_modules(out, new)
     for name, module in list(out.named_modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and f"{name}.num_batches_tracked" not in tensors:
             out.set_submodule(name, nn.Identity())  # folded

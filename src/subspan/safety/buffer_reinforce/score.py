@@ -43,8 +43,7 @@ def direction_score(direction: LowRank, gradient: LayerGradient) -> Float[Tensor
         direction: V = A Bᵀ (m x n), the weight change of an adapter that was trained to refuse.
         gradient: inputs X (b x t x n) and output gradients D (b x t x m) of the layer.
     """
-    along = torch.einsum("btr,btr->b", gradient.D @ direction.A, gradient.X @ direction.B)
-    return -along / (direction.norm() + _EPS)
+    return -gradient.inner(direction) / (direction.norm() + _EPS)
 
 
 def safety_gradient_score(

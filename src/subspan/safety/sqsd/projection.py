@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from subspan.linalg import LowRank
-from subspan.surgery.per_example import example_gradients
+from subspan.surgery.per_example import LayerGradient, example_gradients
 
 Metric = Literal["cosine", "global", "projection", "dot", "l2"]
 METRICS: tuple[str, ...] = get_args(Metric)
@@ -107,7 +107,7 @@ class WeightStep:
     directions: Sequence[LowRank]
 
     def project(self, D: Float[Tensor, "b t m"], X: Float[Tensor, "b t n"]) -> Projected:
-        dots = torch.stack([-((D @ v.A) * (X @ v.B)).sum((1, 2)) for v in self.directions], 1)
+        dots = -torch.stack([LayerGradient(D, X).inner(v) for v in self.directions], 1)
         norm_sq = example_gradients(D, X).norm_sq()
         return Projected(dots, norm_sq, norm_sq)
 
