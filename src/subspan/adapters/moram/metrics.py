@@ -11,12 +11,12 @@ def cl_metrics(
     variant: Literal["standard", "trace", "xtail"] = "standard",
     zero_shot: Sequence[float] | np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Summaries of the matrix R, where R[i][j] is the score on task j after training on task i (both in order).
+    """Summaries of the matrix R, where ``R[i][j]`` is the score on task j after training on task i (both in order).
 
     * ``last``: mean over tasks after the last (also called OP); ``average``: mean over the whole matrix.
     * ``just_learned``: mean of the diagonal.
     * ``transfer``: mean over tasks of the scores *before* the task was trained.
-    * ``bwt``: mean over all but the last task of R[T-1][j] - R[j][j]; ``forgetting`` is its negative.
+    * ``bwt``: mean over all but the last task of ``R[T-1][j] - R[j][j]``; ``forgetting`` is its negative.
     * with ``zero_shot``, the scores of the base model: ``zero_shot``, their mean, and ``retention``, ``transfer`` minus
       the mean zero-shot score of the same tasks, that is, what training on others did to tasks not yet seen.
 
