@@ -21,6 +21,7 @@ from subspan.optim import (
     MeZO,
     alignment,
     candidate_scores,
+    diagnose_directions,
     lge,
     query_gain,
     replay,
@@ -386,6 +387,61 @@ def test_fault_3_momentum_works_when_v_changes_at_every_step():
     wanted = 0.9 * transfer_momentum(old, old_right, new_right) + 0.1 * heavy.last.c * left
     torch.testing.assert_close(heavy.state[Y]["N"], wanted)
     assert transfer_momentum(old, old_right, new_right).norm() > 0.01 * old.norm()
+
+
+def test_a_bias_corrected_momentum_is_the_mean_of_what_it_has_seen():
+    X = problem()
+    optimizer = LOZO([X], lr=1e-3, rank=2, interval=100, momentum=0.9, bias_correction=True)
+    block = optimizer.blocks[0]
+    estimates = []
+    for step in range(4):
+        before = X.detach().clone()
+        optimizer.step(lambda: quadratic(X))
+        estimates.append(optimizer.last.c * block.left(2, 0, "step", step) * 2**-0.5)
+        weights = torch.tensor([0.9 ** (step - k) for k in range(step + 1)], dtype=torch.float64)
+        mean = sum(w * e for w, e in zip(weights / weights.sum(), estimates, strict=True))
+        torch.testing.assert_close(X.detach() - before, -1e-3 * mean @ optimizer.right[block].mT)
+
+
+def test_a_diagnosis_meets_the_closed_forms():
+    a, b = gaussian(12, 1, seed=1), gaussian(16, 1, seed=2)
+    model = nn.ModuleDict({"flat": nn.Linear(16, 12, bias=False), "unused": nn.Linear(16, 12)}).double()
+    weight = model["flat"].weight
+
+    def closure():
+        return (weight * (a @ b.mT)).sum()  # the gradient is a b^T
+
+    optimizer = LOZO(model.named_parameters(), lr=1e-3, rank=3, seed=5)
+    with pytest.raises(ValueError, match="take a step first"):
+        diagnose_directions(optimizer, closure)
+    optimizer.step(closure)
+    before = weight.detach().clone()
+    seen = diagnose_directions(optimizer, closure)
+    V = optimizer.right[optimizer.blocks[0]]
+    met = (b.mT @ V).square().sum()
+    assert seen["flat.weight"].alpha == pytest.approx(float(met / (3 * b.square().sum())))
+    assert seen["flat.weight"].cosine == pytest.approx(float(met / (b.norm() * (b.mT @ V @ V.mT).norm())))
+    assert seen["flat.weight"].stable_rank == pytest.approx(1.0)
+    assert math.isnan(seen["unused.weight"].alpha)
+    assert "unused.bias" not in seen
+    assert torch.equal(weight, before)
+    with pytest.raises(ValueError, match="differentiated"):
+        diagnose_directions(optimizer, lambda: closure().detach())
+
+
+def test_a_diagnosis_reads_through_the_low_rank_back_end_and_transposed_weights():
+    from transformers.pytorch_utils import Conv1D
+
+    layer = Conv1D(12, 16).double()
+    x = gaussian(8, 16)
+    results = []
+    for backend in ("inplace", "lowrank"):
+        fresh = copy.deepcopy(layer)
+        optimizer = LOZO(fresh.named_parameters(), lr=1e-3, rank=2, model=fresh, backend=backend)
+        run(optimizer, lambda fresh=fresh: fresh(x).square().mean(), 3)
+        results.append(diagnose_directions(optimizer, lambda fresh=fresh: fresh(x).square().mean())["weight"])
+    assert results[0].alpha == pytest.approx(results[1].alpha)
+    assert results[0].cosine == pytest.approx(results[1].cosine)
 
 
 # What all four share

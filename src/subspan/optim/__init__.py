@@ -38,6 +38,7 @@ from subspan.optim.zeroth_order.algebra import (
     transfer_momentum,
 )
 from subspan.optim.zeroth_order.base import StepInfo, ZOOptimizer, replay
+from subspan.optim.zeroth_order.diagnosis import LayerDiagnosis, diagnose_directions
 from subspan.optim.zeroth_order.optimizers import LOZO, MeZO
 from subspan.optim.zeroth_order.plus import LOZOPlus
 
@@ -52,6 +53,7 @@ __all__ = [
     "GeometricSigma",
     "HttpLoss",
     "LOZOPlus",
+    "LayerDiagnosis",
     "MeZO",
     "MismatchTable",
     "MuonAdamW",
@@ -71,6 +73,7 @@ __all__ = [
     "candidate_scores",
     "compute_loss_func",
     "describe",
+    "diagnose_directions",
     "digits_task",
     "expected_truncated_square",
     "expected_zero_one",

@@ -53,6 +53,8 @@ class LOZO(ZOOptimizer):
         rank: columns of U and V.
         interval: steps between draws of V.
         momentum: beta of LOZO-M, on the matrices. Its memory is mostly within a period: see ``transfer_momentum``.
+        bias_correction: let the momentum begin at zero and divide by 1 - beta^k, as Adam does, in place of beginning
+            with the whole of the first estimate.
         scaling: "unit" (U V^T / sqrt(r) in probe and update), "paper" (update divided by r) or "reference" (never
             divided: its lr is worth r times the paper's).
         common: ``Common``.
@@ -66,6 +68,7 @@ class LOZO(ZOOptimizer):
         interval: int = 50,
         *,
         momentum: float = 0.0,
+        bias_correction: bool = False,
         scaling: Scaling = "unit",
         **common: Unpack[Common],
     ) -> None:
@@ -75,7 +78,7 @@ class LOZO(ZOOptimizer):
             raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         if scaling not in ("unit", "paper", "reference"):
             raise ValueError(f"scaling must be 'unit', 'paper' or 'reference', got {scaling!r}")
-        self.interval, self.momentum = interval, momentum
+        self.interval, self.momentum, self.bias_correction = interval, momentum, bias_correction
         self.scaling: Scaling = scaling
         self.right: dict[Block, Tensor] = {}
         """V of each matrix in this period, n x r."""
@@ -145,10 +148,8 @@ class LOZO(ZOOptimizer):
             left, right = direction.factors[block]
             _, update = scales(self.scaling, right.shape[1])
             state = self.state[block.param]
-            if self.momentum:  # (3.4) N <- beta N + (1 - beta) c U; the first step takes c U whole
-                old = state.get("N")
-                state["N"] = c * left if old is None else old * self.momentum + (1 - self.momentum) * c * left
-                left, c_left = state["N"], 1.0
+            if self.momentum:
+                left, c_left = self._remember(state, c * left), 1.0
             else:
                 c_left = c
             if not rate:
@@ -158,6 +159,16 @@ class LOZO(ZOOptimizer):
                 self.weights.slots[block].total = state["A"], right
             else:
                 block.add_product(left, right, -rate * update * c_left)
+
+    def _remember(self, state: dict[str, Any], new: Tensor) -> Tensor:
+        """(3.4) N <- beta N + (1 - beta) c U; the first step takes c U whole, or the empty start's bias is undone."""
+        beta = self.momentum
+        if self.bias_correction:
+            state["k"] = state.get("k", 0) + 1
+            state["N"] = state.get("N", torch.zeros_like(new)) * beta + (1 - beta) * new
+            return state["N"] / (1 - beta ** state["k"])
+        state["N"] = state["N"] * beta + (1 - beta) * new if "N" in state else new
+        return state["N"]
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -50,6 +50,7 @@ class LOZOPlus(LOZO):
         clip_c: bounds |c| by this multiple of its running root mean square.
         interval: steps of a period.
         momentum: see ``LOZO``.
+        bias_correction: see ``LOZO``.
         scaling: see ``LOZO``.
         common: ``Common``. A probe with NaN or infinity only drops its candidate, whatever ``on_nonfinite`` says.
     """
@@ -77,6 +78,7 @@ class LOZOPlus(LOZO):
         curvature_cap: float | None = None,
         clip_c: float | None = None,
         momentum: float = 0.0,
+        bias_correction: bool = False,
         scaling: Scaling = "unit",
         **common: Unpack[Common],
     ) -> None:
@@ -112,7 +114,8 @@ class LOZOPlus(LOZO):
         self._cap = math.inf
         self._mute_pools = 0
         self._said_noise = False
-        super().__init__(params, lr, max_rank, interval, momentum=momentum, scaling=scaling, **common)
+        options: dict[str, Any] = {"momentum": momentum, "bias_correction": bias_correction, "scaling": scaling}
+        super().__init__(params, lr, max_rank, interval, **options, **common)
         together = [self.matrices] if self.matrices else []
         self._pools = [[b] for b in self.matrices] if layerwise else together
         self._means = [_Average(ema or 0.0) for _ in self._pools]
