@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.linalg import hadamard
 
 from subspan.linalg import (
+    hadamard_transform,
     nearest_orthogonal,
     newton_schulz,
     ns_coefficients,
@@ -287,3 +289,18 @@ def test_steps_out_of_range_are_refused(steps: int) -> None:
 def test_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="'cubic'"):
         inspect.unwrap(ns_coefficients)("cubic", 5)  # without the type checks of the test run
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 64])
+def test_hadamard_transform_is_the_product_with_sylvesters_matrix(n: int) -> None:
+    x = gaussian(3, n)
+    h = torch.from_numpy(hadamard(n)).double() / n**0.5
+    torch.testing.assert_close(hadamard_transform(x), x @ h)
+    torch.testing.assert_close(hadamard_transform(hadamard_transform(x[0])), x[0])
+    assert hadamard_transform(x[:0]).shape == (0, n)
+
+
+@pytest.mark.parametrize("n", [0, 3, 12])
+def test_hadamard_transform_needs_a_power_of_two(n: int) -> None:
+    with pytest.raises(ValueError, match=f"power of two, got length {n}"):
+        hadamard_transform(torch.ones(2, n))

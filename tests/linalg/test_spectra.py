@@ -37,6 +37,28 @@ def test_randomized_svd_is_exact_on_low_rank(m, n, seed, data):
     assert (u.gather(0, u.abs().argmax(0, keepdim=True)) > 0).all()
 
 
+class Products:
+    """A matrix that only multiplies."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype, self.device = x, x.shape, x.dtype, x.device
+
+    @property
+    def mT(self):
+        return Products(self.x.mT)
+
+    def __matmul__(self, other):
+        return self.x @ other
+
+
+def test_randomized_svd_needs_products_only(generator):
+    x = torch.randn(20, 12, generator=generator, dtype=torch.float64)
+    known = randomized_svd(x, 4, generator=torch.Generator().manual_seed(1))
+    found = randomized_svd(Products(x), 4, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(found, known, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @settings(deadline=None, max_examples=15)
 @given(n=st.integers(1, 8), seed=SEEDS)
 def test_spectral_function_is_the_matrix_function_in_batches(n, seed):

@@ -11,6 +11,7 @@ from subspan.linalg import (
     Subspace,
     effective_rank,
     energy_rank,
+    projection_kernel,
     random_orthonormal,
     singular_values,
     spectral_entropy,
@@ -152,3 +153,12 @@ def test_energy_rank_of_the_poisson_spectrum_and_at_its_ends() -> None:
     assert energy_rank(torch.zeros(3)) == 0
     with pytest.raises(ValueError, match="share of the whole"):
         energy_rank(s, 0.0)
+
+
+def test_projection_kernel_is_the_overlap_of_every_pair_whatever_the_bases() -> None:
+    spaces = [random_subspace(9, 3, seed) for seed in range(4)]
+    turned = [s.Q @ random_subspace(3, 3, 10 + i).Q for i, s in enumerate(spaces)]
+    kernel = projection_kernel(torch.stack([s.Q for s in spaces]))
+    expected = torch.stack([torch.stack([a.overlap(b) for b in spaces]) for a in spaces])
+    torch.testing.assert_close(kernel, expected, **CLOSE)
+    torch.testing.assert_close(projection_kernel(torch.stack(turned)), kernel, **CLOSE)

@@ -11,6 +11,7 @@ from subspan.linalg.kronecker import (
 from subspan.linalg.lowrank import SVD, LowRank, TangentSpace, TangentVector, fix_signs
 from subspan.linalg.orthogonal import (
     NSMethod,
+    hadamard_transform,
     nearest_orthogonal,
     newton_schulz,
     ns_coefficients,
@@ -23,6 +24,7 @@ from subspan.linalg.orthogonal import (
 from subspan.linalg.spectra import (
     Eigh,
     Lanczos,
+    Operator,
     lanczos,
     leading_eigh,
     leading_svd,
@@ -34,6 +36,7 @@ from subspan.linalg.subspace import (
     Subspace,
     effective_rank,
     energy_rank,
+    projection_kernel,
     singular_values,
     spectral_entropy,
     stable_rank,
@@ -49,6 +52,7 @@ __all__ = [
     "Lanczos",
     "LowRank",
     "NSMethod",
+    "Operator",
     "SpikedCovariance",
     "Subspace",
     "TangentSpace",
@@ -56,6 +60,7 @@ __all__ = [
     "effective_rank",
     "energy_rank",
     "fix_signs",
+    "hadamard_transform",
     "lanczos",
     "leading_eigh",
     "leading_svd",
@@ -67,6 +72,7 @@ __all__ = [
     "polar",
     "polar_express_coeffs",
     "procrustes",
+    "projection_kernel",
     "random_orthonormal",
     "randomized_svd",
     "singular_values",

@@ -59,6 +59,23 @@ def nearest_orthogonal(x: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b k k"]:
     return u @ vh
 
 
+def hadamard_transform(x: Float[Tensor, "*b n"]) -> Float[Tensor, "*b n"]:
+    """x H with the normalised n x n Walsh-Hadamard matrix (Sylvester's order), n a power of two, in O(n log n).
+
+    H is symmetric and orthogonal: a second transform undoes the first.
+    """
+    n = x.shape[-1]
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"a Walsh-Hadamard transform needs a power of two, got length {n}")
+    y = x.reshape(-1, n)
+    half = 1
+    while half < n:
+        a, b = y.view(-1, n // (2 * half), 2, half).unbind(2)
+        y = torch.stack([a + b, a - b], 2).view(-1, n)
+        half *= 2
+    return (y / n**0.5).view(x.shape)
+
+
 NSMethod = Literal["quintic", "polar_express", "exact"]
 
 # Keller Jordan's quintic: the slope at 0 (3.4445 a step) is bought by not converging; values settle in [0.68, 1.21].

@@ -1,7 +1,7 @@
 """Leading parts and densities of spectra, from products with vectors."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -11,6 +11,21 @@ from subspan.linalg.lowrank import SVD, fix_signs
 from subspan.linalg.orthogonal import orthonormalise
 
 Matvec = Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class Operator(Protocol):
+    """An m x n matrix that is known by its products ``x @ block`` and ``x.mT @ block``; a tensor is one."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def mT(self) -> "Operator": ...
+    def __matmul__(self, other: Tensor, /) -> Tensor: ...
 
 
 class Eigh(NamedTuple):
@@ -33,14 +48,14 @@ def spectral_function(s: Float[Tensor, "*b n n"], f: Callable[[Tensor], Tensor])
     return Eigh(values.flip(-1), vectors.flip(-1)).function(f)
 
 
-def _gaussian(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+def _gaussian(rows: int, columns: int, like: Tensor | Operator, generator: torch.Generator | None) -> Tensor:
     """Drawn on the generator's device, which need not be that of ``like``."""
     where = like.device if generator is None else generator.device
     return torch.randn(rows, columns, generator=generator, dtype=like.dtype, device=where).to(like.device)
 
 
 def randomized_svd(
-    x: Float[Tensor, "m n"],
+    x: Float[Tensor, "m n"] | Operator,
     rank: int,
     *,
     oversample: int = 8,
@@ -49,7 +64,8 @@ def randomized_svd(
 ) -> SVD:
     """Leading ``rank`` singular triples by a randomised range finder (Halko, Martinsson and Tropp 2011).
 
-    ``power`` rounds of re-orthonormalised subspace iteration sharpen a slowly decaying spectrum. Signs are fixed.
+    ``power`` rounds of re-orthonormalised subspace iteration sharpen a slowly decaying spectrum. Signs are fixed. Of
+    the matrix only products with m x k and n x k blocks are needed.
     """
     m, n = x.shape
     if not 1 <= rank <= min(m, n):
@@ -58,7 +74,7 @@ def randomized_svd(
     q = orthonormalise(x @ _gaussian(n, k, x, generator))
     for _ in range(power):
         q = orthonormalise(x @ orthonormalise(x.mT @ q))
-    u, s, vh = torch.linalg.svd(q.mT @ x, full_matrices=False)
+    u, s, vh = torch.linalg.svd((x.mT @ q).mT, full_matrices=False)
     return fix_signs(SVD(q @ u[:, :rank], s[:rank], vh.mT[:, :rank]))
 
 

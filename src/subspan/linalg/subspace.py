@@ -126,3 +126,13 @@ def energy_rank(s: Float[Tensor, "*b k"], energy: float = 0.99) -> Int[Tensor, "
     held = s.square().cumsum(-1)
     total = held[..., -1:]
     return ((held < energy * total).sum(-1, keepdim=True) + (total > 0)).squeeze(-1)
+
+
+def projection_kernel(bases: Float[Tensor, "k n s"]) -> Float[Tensor, "k k"]:
+    """|Q_iᵀ Q_j|_F² / s for k orthonormal n x s bases: 1 for equal spans, 0 for orthogonal ones.
+
+    The Gram matrix of the projectors Q Qᵀ / √s, so positive semi-definite and blind to the choice of each basis.
+    """
+    k, n, s = bases.shape
+    flat = bases.permute(1, 0, 2).reshape(n, k * s)
+    return (flat.mT @ flat).view(k, s, k, s).square().sum((1, 3)) / s
