@@ -13,6 +13,12 @@ install_import_hook("subspan", "tests.typecheck.checked")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples in every run: what fails here fails everywhere. `--hypothesis-profile=explore` draws others.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("same")
 
 
 @pytest.fixture
