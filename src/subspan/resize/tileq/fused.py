@@ -1,0 +1,90 @@
+"""The corrections of all chosen experts of a batch of tokens, without a pair of thin products per expert."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from subspan.resize.tileq.factors import TileFactors
+
+Path = Literal["auto", "dense", "grouped", "reference"]
+
+# Up to so many rows times grid rows one product with every row's factor is quicker than one product per grid row.
+_FEW = 128
+
+
+def lowrank_moe(
+    x: Float[Tensor, "t p"] | Float[Tensor, "t k p"],
+    chosen: Int[Tensor, "t k"],
+    weights: Float[Tensor, "t k"] | None,
+    factors: TileFactors,
+    path: Path = "auto",
+) -> Tensor:
+    """sum_k w_tk L_e x_tk over the experts e of each token (t x q), or without ``weights`` each L_e x_tk (t x k x q).
+
+    In float32 or better, whatever comes in: x a overflows in half precision on models with large scales.
+
+    Args:
+        x: inputs that all experts of a token share, or one for each.
+        chosen: experts of each token; one may be chosen twice.
+        weights: routing weights.
+        factors: of the projection, in a dtype that multiplies (``TileFactors.working``).
+        path: project by one "dense" product with the factors of all grid rows, "grouped" by one for each row, whichever
+            should be quicker ("auto"), or expert by expert ("reference").
+    """
+    dtype = torch.promote_types(x.dtype, factors.sigma.dtype)
+    x = x.to(dtype)
+    if path == "reference":
+        each = _one_by_one(x, chosen, factors)
+        return each if weights is None else (weights.to(dtype).unsqueeze(-1) * each).sum(1)
+    rows, columns = factors.cells[chosen].unbind(-1)
+    z = _projected(x, chosen, rows, factors, path) * (factors.kept[chosen].unsqueeze(-1) * factors.sigma)
+    n, rank, q = factors.V.shape
+    if weights is None:
+        return _by_group(z.flatten(0, 1), columns.flatten(), factors.V).view(*chosen.shape, q)
+    # Mix in rank space: the experts of a grid column share its V.
+    t, k = chosen.shape
+    mixed = z.new_zeros(t * n, rank)
+    place = columns + n * torch.arange(t, device=x.device).unsqueeze(1)
+    mixed.index_add_(0, place.flatten(), (weights.to(dtype).unsqueeze(-1) * z).view(t * k, rank))
+    return mixed.view(t, n * rank) @ factors.V.reshape(n * rank, q)
+
+
+def _projected(x: Tensor, chosen: Tensor, rows: Tensor, factors: TileFactors, path: Path) -> Tensor:
+    """(a_e x) U of each token's experts, t x k x R."""
+    (t, k), (m, p, rank) = chosen.shape, factors.U.shape
+    one_scale = len(factors.inverse_scales) == 1
+    shared = x.ndim == 2 and one_scale
+    if x.ndim == 2 and not one_scale:
+        x = x.unsqueeze(1).expand(t, k, p)
+    x = x * (factors.inverse_scales[0] if one_scale else factors.inverse_scales[factors.groups[chosen]])
+    if path == "auto":
+        path = "dense" if (shared and m <= 2 * k) or x.shape[:-1].numel() * m <= _FEW else "grouped"
+    if path == "dense":
+        every = x @ factors.U.transpose(0, 1).reshape(p, m * rank)
+        every = every.view(t, 1 if shared else k, m, rank).expand(t, k, m, rank)
+        return every.gather(2, rows.view(t, k, 1, 1).expand(t, k, 1, rank)).squeeze(2)
+    pairs = x.unsqueeze(1).expand(t, k, p) if shared else x
+    return _by_group(pairs.reshape(-1, p), rows.flatten(), factors.U).view(t, k, rank)
+
+
+def _by_group(x: Float[Tensor, "s a"], group: Int[Tensor, " s"], factor: Float[Tensor, "g a b"]) -> Tensor:
+    """Each row times the factor of its group: one product per group."""
+    order = group.argsort(stable=True)
+    counts = group.bincount(minlength=len(factor)).tolist()
+    parts = [part @ f for part, f in zip(x[order].split(counts), factor, strict=True) if len(part)]
+    out = x.new_empty(len(x), factor.shape[2])
+    out[order] = torch.cat(parts) if parts else out
+    return out
+
+
+def _one_by_one(x: Tensor, chosen: Tensor, factors: TileFactors) -> Tensor:
+    out = x.new_zeros(*chosen.shape, factors.V.shape[2])
+    for e in chosen.unique().tolist():
+        token, place = torch.where(chosen == e)
+        rows = x[token] if x.ndim == 2 else x[token, place]
+        i, j = factors.cells[e].tolist()
+        z = (rows * factors.inverse_scales[factors.groups[e]]) @ factors.U[i]
+        out[token, place] = factors.kept[e] * ((z * factors.sigma) @ factors.V[j])
+    return out
