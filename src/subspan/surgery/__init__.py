@@ -14,6 +14,7 @@ from subspan.surgery.factors import (
     save_factors,
     shift_base,
 )
+from subspan.surgery.jacobians import LayerJacobian, logit_jacobians
 from subspan.surgery.layers import (
     Owned,
     base_layer,
@@ -50,6 +51,7 @@ __all__ = [
     "FactorPair",
     "FisherStats",
     "Gaussian",
+    "LayerJacobian",
     "LayerMoments",
     "Likelihood",
     "Owned",
@@ -65,6 +67,7 @@ __all__ = [
     "is_conv1d",
     "is_matrix_layer",
     "load_factors",
+    "logit_jacobians",
     "mark_data_start",
     "matrix_layers",
     "no_match",

@@ -1,5 +1,20 @@
 """What does theory predict for this network?"""
 
+from subspan.theory.collapse.callback import CollapseSpectraCallback
+from subspan.theory.collapse.metrics import CollapseMetrics
+from subspan.theory.collapse.oracle import LayerRows, exact_layer_ggn, hessian_product
+from subspan.theory.collapse.report import LayerSpectrum, SpectrumReport
+from subspan.theory.collapse.spectra import collapse_spectra
+from subspan.theory.collapse.statistics import Sums
+from subspan.theory.collapse.ufm import (
+    DeepUFM,
+    UFMOptimum,
+    alignment,
+    linear_hessian,
+    natural_basis,
+    simplex_spectrum,
+    train_ufm,
+)
 from subspan.theory.turing.decoder import Decoder, to_decoder
 from subspan.theory.turing.machine import Configuration, MachineRun, MissingTransition, Step, TuringMachine
 from subspan.theory.turing.machines import (
@@ -17,30 +32,44 @@ from subspan.theory.turing.scales import Scale, growth, measured_scale
 from subspan.theory.turing.tokens import ContextTooLong, Segment, Token, UnprintableOutput, needed_bits, segments
 
 __all__ = [
+    "CollapseMetrics",
+    "CollapseSpectraCallback",
     "CompiledTransformer",
     "Configuration",
     "ContextTooLong",
     "Decoder",
+    "DeepUFM",
+    "LayerRows",
+    "LayerSpectrum",
     "MachineRun",
     "MissingTransition",
     "Mistake",
     "Run",
     "Scale",
     "Segment",
+    "SpectrumReport",
     "Step",
+    "Sums",
     "TieLimit",
     "Token",
     "TuringMachine",
+    "UFMOptimum",
     "UnprintableOutput",
     "Verification",
     "VocabularyTooLarge",
     "WrongToken",
+    "alignment",
     "binary_addition",
     "binary_counter",
+    "collapse_spectra",
     "compile_machine",
+    "exact_layer_ggn",
     "growth",
+    "hessian_product",
+    "linear_hessian",
     "load_compiled",
     "measured_scale",
+    "natural_basis",
     "needed_bits",
     "paper_scale",
     "random_machine",
@@ -49,6 +78,8 @@ __all__ = [
     "rewriter",
     "scanner",
     "segments",
+    "simplex_spectrum",
     "tie_limit",
     "to_decoder",
+    "train_ufm",
 ]
