@@ -41,6 +41,10 @@ class SafetyError(SubspanError):
     """What keeps a model aligned would be broken: a buffer that trains, that changed, or that would be published."""
 
 
+class FunctionChanged(SubspanError):
+    """A network that was to compute the same as another does not."""
+
+
 def first_line(error: Exception) -> str:
     """What another library's error says, without the pages some add."""
     return str(error).strip().split("\n")[0]

@@ -18,32 +18,56 @@ from subspan.resize.binary.layers import (
 )
 from subspan.resize.binary.monitor import SurgeMonitor
 from subspan.resize.binary.packed import PackedConv, PackedLinear, export_binary, load_packed, save_packed
+from subspan.resize.width.checkpoint import GrowthSummary, grow_checkpoint
+from subspan.resize.width.families import register_axes
+from subspan.resize.width.model import WidthReport, axis_text, expand_width, fold_width, trap_projected
+from subspan.resize.width.monitor import TrapMonitor, initial_alignment, use_of_width
+from subspan.resize.width.optimizers import asymmetric_state_reset, expand_optimizer_state, suggest_lr
+from subspan.resize.width.tiling import escape_ratio, trap_projection
 
 if TYPE_CHECKING:
     from subspan.resize.binary.callback import SurgeCallback
+    from subspan.resize.width.callback import TrapCallback
 
 __all__ = [
     "BinaryConv1d",
     "BinaryConv2d",
     "BinaryLinear",
     "GradientMoments",
+    "GrowthSummary",
     "PackedConv",
     "PackedLinear",
     "SurgeCallback",
     "SurgeConfig",
     "SurgeMonitor",
+    "TrapCallback",
+    "TrapMonitor",
+    "WidthReport",
+    "asymmetric_state_reset",
+    "axis_text",
     "binarize",
     "clip_latent",
+    "escape_ratio",
+    "expand_optimizer_state",
+    "expand_width",
     "export_binary",
+    "fold_width",
+    "grow_checkpoint",
+    "initial_alignment",
     "load_packed",
     "load_twins",
     "param_groups",
+    "register_axes",
     "save_packed",
     "set_progress",
     "smoothed_sign_loss",
     "strip_aux",
+    "suggest_lr",
     "surge_conv2d",
     "surge_linear",
+    "trap_projected",
+    "trap_projection",
+    "use_of_width",
 ]
 
 
@@ -52,4 +76,8 @@ def __getattr__(name: str) -> Any:
         from subspan.resize.binary.callback import SurgeCallback
 
         return SurgeCallback
+    if name == "TrapCallback":
+        from subspan.resize.width.callback import TrapCallback
+
+        return TrapCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

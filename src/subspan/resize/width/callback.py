@@ -1,0 +1,69 @@
+"""transformers' Trainer with a grown network."""
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from subspan.resize.width.monitor import TrapMonitor, use_of_width, warn_exact
+
+
+class TrapCallback(TrainerCallback):
+    """Logs how far a grown network has left the trap, and after each evaluation what it knows in the new width.
+
+    With the logs: ``trap/esc`` and ``trap/esc_GROUP``. With an evaluation: ``trap/use_of_width`` (loss of the fold less
+    that of the network, on at most ``batches`` evaluation batches) and ``trap/verdict`` (0 trapped, 1 escaping, 2
+    escaped). Warns when training starts from an exact clone.
+
+    Args:
+        factor: as the network was grown.
+        ffn_factor: as the network was grown.
+        batches: evaluation batches for ``use_of_width``.
+        options: of ``TrapMonitor``.
+    """
+
+    def __init__(self, factor: int = 2, ffn_factor: int | None = None, batches: int = 8, **options: Any) -> None:
+        self.factor, self.ffn_factor, self.batches, self.options = factor, ffn_factor, batches, options
+        self.monitor: TrapMonitor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        warn_exact(model, self.factor, self.ffn_factor)
+        self.monitor = TrapMonitor(model, self.factor, self.ffn_factor, **self.options)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self.monitor is None or logs is None or "loss" not in logs:
+            return
+        row = self.monitor.record(state.global_step)
+        self._add(state, logs, {key.replace("/", "_"): value for key, value in row.items() if key != "step"})
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, model: nn.Module, metrics: dict[str, float] | None = None,
+        eval_dataloader: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if self.monitor is None or metrics is None or eval_dataloader is None:
+            return
+        training = model.training
+        model.eval()
+        used = use_of_width(model, lambda net: self._loss(net, eval_dataloader), self.factor, self.ffn_factor)
+        model.train(training)
+        if not self.monitor.history:
+            self.monitor.record(state.global_step)
+        rank = ("trapped", "escaping", "escaped").index(self.monitor.verdict())
+        self._add(state, metrics, {"use_of_width": used, "verdict": rank})
+
+    def _loss(self, net: nn.Module, loader: Any) -> float:
+        device = next(net.parameters()).device
+        losses = []
+        for batch in islice(loader, self.batches):
+            on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            losses.append(float(net(**on_device).loss))
+        return sum(losses) / max(1, len(losses))
+
+    def _add(self, state: Any, logs: dict[str, float], figures: dict[str, float]) -> None:
+        """Into what is logged, and into the history, which holds a copy."""
+        named = {f"trap/{key}": float(value) for key, value in figures.items()}
+        logs.update(named)
+        if state.log_history:
+            state.log_history[-1].update(named)
