@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from subspan.errors import BaseMismatch, ConfigError, DataError, NonFinite, SubspanError, TargetError
 from subspan.tune import parse, plan, tune
+from subspan.tune.folder import RunFolder
 from subspan.tune.loading import load_model, load_task
 from subspan.tune.recipe import Silent
 from tests.tune.stops import stopped_at
@@ -388,6 +389,13 @@ def test_a_fresh_start_that_cannot_begin_leaves_the_finished_run(settings, tmp_p
 def test_a_mistake_leaves_no_run_folder_behind(settings, tmp_path):
     with pytest.raises(DataError, match=r"typo\.csv"):
         tune(parse(settings(data={"source": "typo.csv"})))
+    assert not (tmp_path / "run").exists()
+    assert tune(parse(settings()))["steps"] == 6
+
+
+def test_two_runs_never_share_a_folder(settings, tmp_path):
+    with RunFolder(tmp_path / "run").held(), pytest.raises(ConfigError, match="another run is at work"):
+        tune(parse(settings()))
     assert tune(parse(settings()))["steps"] == 6
 
 

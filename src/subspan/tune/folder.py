@@ -2,9 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from subspan.errors import BaseMismatch, ConfigError
 from subspan.files import write_json, write_text
@@ -66,6 +70,29 @@ class RunFolder:
         """Digests of the rows and of the base model that the run began with."""
         return self.path / "identity.json"
 
+    @property
+    def lock(self) -> Path:
+        """Held by the process that writes here; the system lets go of it when that process ends, however it ends."""
+        return self.path / ".lock"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other runs out of the folder. Raises ``ConfigError`` where one is at work in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.lock)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"another run is at work in {self.path}: wait until it ends, or choose another output"
+            ) from None
+        try:
+            yield
+        finally:
+            if [*self.path.iterdir()] == [self.lock]:  # a mistake in the configuration leaves nothing behind
+                shutil.rmtree(self.path)
+            lock.release()
+
     def holds(self, config: Config, fresh: bool) -> bool:
         """Whether the folder holds this run, begun earlier, to be continued. Changes nothing.
 
@@ -73,7 +100,7 @@ class RunFolder:
         """
         recorded = self._recorded()
         if recorded is None:
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or any(p != self.lock for p in self.path.iterdir())):
                 raise ConfigError(f"{self.path} is not empty and is no run folder; choose another output")
             return False
         if fresh:
