@@ -24,6 +24,19 @@ from subspan.resize.width.model import WidthReport, axis_text, expand_width, fol
 from subspan.resize.width.monitor import TrapMonitor, initial_alignment, use_of_width
 from subspan.resize.width.optimizers import asymmetric_state_reset, expand_optimizer_state, suggest_lr
 from subspan.resize.width.tiling import escape_ratio, trap_projection
+from subspan.resize.tileq.checkpoint import compress_checkpoint, load_compressed, load_report, save_compressed
+from subspan.resize.tileq.config import TileQConfig
+from subspan.resize.tileq.experts import TileQExperts, TileQLinear
+from subspan.resize.tileq.factors import TileFactors, tile_factorize
+from subspan.resize.tileq.fit import fit_projection
+from subspan.resize.tileq.fused import lowrank_moe
+from subspan.resize.tileq.layout import bit_budget
+from subspan.resize.tileq.moments import Moments
+from subspan.resize.tileq.placement import place_experts
+from subspan.resize.tileq.report import TileQReport
+from subspan.resize.tileq.scales import activation_scale
+from subspan.resize.tileq.sources import Experts, read_experts
+from subspan.resize.tileq.walk import calibrated_layers, quantize_moe
 
 if TYPE_CHECKING:
     from subspan.resize.binary.callback import SurgeCallback
@@ -33,13 +46,21 @@ __all__ = [
     "BinaryConv1d",
     "BinaryConv2d",
     "BinaryLinear",
+    "Experts",
     "GradientMoments",
+    "Moments",
     "GrowthSummary",
     "PackedConv",
     "PackedLinear",
     "SurgeCallback",
     "SurgeConfig",
     "SurgeMonitor",
+    "TileFactors",
+    "TileQConfig",
+    "TileQExperts",
+    "TileQLinear",
+    "TileQReport",
+    "activation_scale",
     "TrapCallback",
     "TrapMonitor",
     "WidthReport",
@@ -65,6 +86,7 @@ __all__ = [
     "suggest_lr",
     "surge_conv2d",
     "surge_linear",
+    "tile_factorize",
     "trap_projected",
     "trap_projection",
     "use_of_width",

@@ -25,6 +25,19 @@ Routes = Sequence[tuple[int, Tensor, Tensor]]
 class TileQLinear(nn.Module):
     """One projection of all experts: packed codes of the residuals, and the factors of the corrections they share."""
 
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    codebook: Tensor
+    codebook_scale: Tensor
+    U: Tensor
+    sigma: Tensor
+    V: Tensor
+    inverse_scales: Tensor
+    cells: Tensor
+    kept: Tensor
+    order: Tensor
+
     def __init__(self, projection: str, experts: int, q: int, p: int, config: TileQConfig, device: Any = None) -> None:
         super().__init__()
         self.projection, self.config, self.weight_shape = projection, config, (experts, q, p)

@@ -1,6 +1,7 @@
 """From the float experts of a projection to what is stored: scales, placement, factors, and the residual's codes."""
 
 import logging
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,23 +30,28 @@ class Fit:
 
     Attributes:
         projection: "gate", "up" or "down".
+        shape: (K, q, p).
         placement: the kind that was kept.
         placement_errors: weighted error of the factors, relative, by kind of placement.
         output_error: of the compressed projection on the calibration inputs, relative to its output; None without.
         dropped: experts whose correction was an outlier.
         bits: per weight, by term.
-        weights: their number.
         nbytes: of all that is stored.
     """
 
     projection: str
+    shape: tuple[int, int, int]
     placement: str | None = None
     placement_errors: dict[str, float] = field(default_factory=dict)
     output_error: float | None = None
     dropped: list[int] = field(default_factory=list)
     bits: dict[str, float] = field(default_factory=dict)
-    weights: int = 0
     nbytes: int = 0
+
+    @property
+    def weights(self) -> int:
+        """Their number."""
+        return math.prod(self.shape)
 
 
 def fit_factors(
@@ -168,7 +174,7 @@ def fit_projection(
         known, moments = True, moments.filled(config.unrouted)
         if config.quantizer in ("gptq", "gptvq") and moments.hessian.ndim == 2:
             raise ValueError(f"the quantizer {config.quantizer!r} needs whole Hessians, got their diagonals")
-    fit = Fit(projection, weights=weights.numel(), nbytes=sum(b.nbytes for b in plan.buffers.values()))
+    fit = Fit(projection, (k, q, p), nbytes=sum(b.nbytes for b in plan.buffers.values()))
     stored: dict[str, Tensor] = {}
     residual = weights.to(dtype)
     if config.rank:

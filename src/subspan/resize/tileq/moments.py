@@ -1,6 +1,6 @@
 """What each expert's inputs look like, from the tokens that the router sends it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +136,7 @@ def recording(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     """While open, what the experts read goes to the recorder: behind the gather, whichever kernel multiplies."""
 
     @torch.no_grad()
-    def fused(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def fused(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("hidden_states", "top_k_index", "top_k_weights")
         given = dict(zip(names, args, strict=False)) | kwargs
         x = given["hidden_states"].flatten(0, -2)
@@ -144,15 +144,16 @@ def recording(module: nn.Module, recorder: Recorder) -> Iterator[None]:
         for e, token, _ in routed(given["top_k_index"].flatten(0, -2)):
             recorder.add(e, x[token])
 
-    @torch.no_grad()
-    def single(e: int, x: Tensor) -> None:
-        recorder.keep(x.flatten(0, -2))
-        recorder.add(e, x.flatten(0, -2))
+    def single(e: int) -> Callable[..., None]:
+        @torch.no_grad()
+        def read(_: nn.Module, args: tuple[Any, ...]) -> None:
+            recorder.keep(args[0].flatten(0, -2))
+            recorder.add(e, args[0].flatten(0, -2))
+
+        return read
 
     if isinstance(module, nn.ModuleList):
-        handles = [
-            expert.register_forward_pre_hook(lambda _, args, e=e: single(e, args[0])) for e, expert in enumerate(module)
-        ]
+        handles = [expert.register_forward_pre_hook(single(e)) for e, expert in enumerate(module)]
     else:
         handles = [module.register_forward_pre_hook(fused, with_kwargs=True)]
     try:

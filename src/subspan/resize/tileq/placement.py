@@ -75,10 +75,10 @@ def clustered(rows: NDArray[np.float64], groups: int, seed: int) -> tuple[NDArra
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # equal experts are fewer points than groups
-        found = KMeans(min(groups, len(rows)), n_init=10, random_state=seed).fit(rows)
+        found = KMeans(min(groups, len(rows)), n_init=10, random_state=seed).fit(rows)  # pyright: ignore[reportArgumentType]
     affinity = -((rows[:, None] - found.cluster_centers_) ** 2).sum(-1)
     missing = groups - affinity.shape[1]
-    return found.labels_.astype(np.int64), np.pad(affinity, ((0, 0), (0, missing)), constant_values=affinity.min())
+    return np.asarray(found.labels_, np.int64), np.pad(affinity, ((0, 0), (0, missing)), constant_values=affinity.min())
 
 
 def greedy_cells(rows: NDArray[np.int64], columns: NDArray[np.int64], grid: Grid) -> Int[Tensor, "k 2"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -70,16 +71,21 @@ def read_experts(name: str, module: nn.Module) -> Experts:
         if not bool(finite.all()):
             bad = (~finite).nonzero().flatten().tolist()
             raise NonFinite(f"{name}: {projection} of expert {', '.join(map(str, bad))} holds NaN or infinity")
+    return Experts(weights, activation(name, module))
+
+
+def activation(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The activation function of a layer's experts."""
     source = module[0] if isinstance(module, nn.ModuleList) else module
     act = getattr(source, "act_fn", getattr(source, "act", None))
     if act is None:
         raise TargetError(f"{name}: {type(source).__name__} has no act_fn; its activation is not known")
-    return Experts(weights, act)
+    return act
 
 
 def _listed(name: str, experts: nn.ModuleList) -> dict[str, Tensor]:
     for names in _NAMES:
-        layers = [[getattr(expert, n, None) for n in names] for expert in experts]
+        layers: list[list[Any]] = [[getattr(expert, n, None) for n in names] for expert in experts]
         if not all(isinstance(layer, nn.Linear) and layer.bias is None for row in layers for layer in row):
             continue
         weights = {role: [row[i].weight.detach() for row in layers] for i, role in enumerate(("gate", "up", "down"))}
@@ -135,4 +141,5 @@ def _plain_gate() -> None:
 def routed(chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Each expert that was chosen (t x k), with the tokens and the places among their k where it was."""
     for e in chosen.unique().tolist():
-        yield e, *torch.where(chosen == e)
+        token, place = torch.where(chosen == e)
+        yield e, token, place
