@@ -18,12 +18,6 @@ from subspan.resize.binary.layers import (
 )
 from subspan.resize.binary.monitor import SurgeMonitor
 from subspan.resize.binary.packed import PackedConv, PackedLinear, export_binary, load_packed, save_packed
-from subspan.resize.width.checkpoint import GrowthSummary, grow_checkpoint
-from subspan.resize.width.families import register_axes
-from subspan.resize.width.model import WidthReport, axis_text, expand_width, fold_width, trap_projected
-from subspan.resize.width.monitor import TrapMonitor, initial_alignment, use_of_width
-from subspan.resize.width.optimizers import asymmetric_state_reset, expand_optimizer_state, suggest_lr
-from subspan.resize.width.tiling import escape_ratio, trap_projection
 from subspan.resize.tileq.checkpoint import compress_checkpoint, load_compressed, load_report, save_compressed
 from subspan.resize.tileq.config import TileQConfig
 from subspan.resize.tileq.experts import TileQExperts, TileQLinear
@@ -37,6 +31,12 @@ from subspan.resize.tileq.report import TileQReport
 from subspan.resize.tileq.scales import activation_scale
 from subspan.resize.tileq.sources import Experts, read_experts
 from subspan.resize.tileq.walk import calibrated_layers, quantize_moe
+from subspan.resize.width.checkpoint import GrowthSummary, grow_checkpoint
+from subspan.resize.width.families import register_axes
+from subspan.resize.width.model import WidthReport, axis_text, expand_width, fold_width, trap_projected
+from subspan.resize.width.monitor import TrapMonitor, initial_alignment, use_of_width
+from subspan.resize.width.optimizers import asymmetric_state_reset, expand_optimizer_state, suggest_lr
+from subspan.resize.width.tiling import escape_ratio, trap_projection
 
 if TYPE_CHECKING:
     from subspan.resize.binary.callback import SurgeCallback
@@ -48,8 +48,8 @@ __all__ = [
     "BinaryLinear",
     "Experts",
     "GradientMoments",
-    "Moments",
     "GrowthSummary",
+    "Moments",
     "PackedConv",
     "PackedLinear",
     "SurgeCallback",
@@ -60,25 +60,36 @@ __all__ = [
     "TileQExperts",
     "TileQLinear",
     "TileQReport",
-    "activation_scale",
     "TrapCallback",
     "TrapMonitor",
     "WidthReport",
+    "activation_scale",
     "asymmetric_state_reset",
     "axis_text",
     "binarize",
+    "bit_budget",
+    "calibrated_layers",
     "clip_latent",
+    "compress_checkpoint",
     "escape_ratio",
     "expand_optimizer_state",
     "expand_width",
     "export_binary",
+    "fit_projection",
     "fold_width",
     "grow_checkpoint",
     "initial_alignment",
+    "load_compressed",
     "load_packed",
+    "load_report",
     "load_twins",
+    "lowrank_moe",
     "param_groups",
+    "place_experts",
+    "quantize_moe",
+    "read_experts",
     "register_axes",
+    "save_compressed",
     "save_packed",
     "set_progress",
     "smoothed_sign_loss",
