@@ -97,7 +97,8 @@ def _layer(tap: _Tap, gradients: Iterator[Tensor]) -> LayerJacobian:
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         split = torch.vmap(lambda d: tuple(layer_gradient(tap.module, x, d)), out_dims=(0, None))  # pyright: ignore
-        return split(next(gradients))
+        A, X = split(next(gradients))
+        return A, X
 
     parts = zip(*map(both, tap.inputs), strict=True)
     return LayerJacobian(*(half[0] if len(half) == 1 else torch.cat(half, -2) for half in parts))

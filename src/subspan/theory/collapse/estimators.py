@@ -5,7 +5,6 @@ eigenvectors lie near the span of a few outer products D = a mᵀ; every functio
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from subspan.linalg import Eigh, leading_eigh, spectral_function
 from subspan.theory.collapse.statistics import ClassMeans, LayerMeans
-
-Basis = Literal["paired", "outer", "class"]
 
 # Above these numbers of classes: Ritz directions are the leading ones of the means; only leading eigenvalues are
 # computed; one direction per class is all that is kept.
@@ -165,7 +162,7 @@ class Frame:
         return self.directions.combine(self.T @ self.coordinates(x))
 
 
-def ritz_frame(means: ClassMeans, layer: LayerMeans, basis: Basis, cut: float) -> Frame:
+def ritz_frame(means: ClassMeans, layer: LayerMeans, basis: str, cut: float) -> Frame:
     """The directions on which G is projected, orthonormal; for many classes only those of leading prediction."""
     if basis == "class":
         return Frame.of(class_vectors(layer.A, layer.mu, means.R), cut)

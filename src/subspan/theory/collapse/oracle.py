@@ -1,7 +1,7 @@
 """What predictions are measured against: the exact Gauss-Newton matrix of a layer, and products with its Hessian."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -57,8 +57,8 @@ def exact_layer_ggn(
     layer: str,
     k: int = 20,
     *,
-    loss: Loss = "ce",
-    method: Literal["auto", "dense", "lanczos"] = "auto",
+    loss: str = "ce",
+    method: str = "auto",
     forward_fn: Forward = default_forward,
     generator: torch.Generator | None = None,
 ) -> Eigh:
@@ -77,6 +77,8 @@ def exact_layer_ggn(
         forward_fn: (model, batch) -> (logits, labels).
         generator: of the start vectors.
     """
+    if method not in ("auto", "dense", "lanczos"):
+        raise ValueError(f"method must be 'auto', 'dense' or 'lanczos', got {method!r}")
     rows = LayerRows(model, loader, checked_layers(model, [layer])[layer], checked_loss(loss), forward_fn)
     n = rows.shape[0] * rows.shape[1]
     if method == "dense" or (method == "auto" and n <= DENSE):

@@ -100,7 +100,7 @@ class LayerSpectrum:
     shares: Mapping[str, float]
     classes: int
     directions: Directions | Products
-    coefficients: Float[Tensor, "d r"]
+    coefficients: Float[Tensor, "d v"]
     span: Frame
 
     @property

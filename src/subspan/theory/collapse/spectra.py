@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from subspan.surgery import base_fingerprint, weight_matrix
 from subspan.theory.collapse.estimators import (
     CLASS_ONLY,
     COMPRESS,
-    Basis,
     Directions,
     Frame,
     Products,
@@ -46,14 +45,11 @@ from subspan.theory.collapse.statistics import (
     Forward,
     LayerMeans,
     Sums,
-    Weighting,
     default_forward,
     first_moments,
     sample_features,
     wide,
 )
-
-Estimator = Literal["ritz", "means", "between"]
 
 
 def collapse_spectra(
@@ -61,10 +57,10 @@ def collapse_spectra(
     loader: Iterable[Any],
     layers: Sequence[str] | None = None,
     *,
-    loss: Loss = "ce",
-    estimator: Estimator = "ritz",
-    weighting: Weighting = "curvature",
-    basis: Basis = "paired",
+    loss: str = "ce",
+    estimator: str = "ritz",
+    weighting: str = "curvature",
+    basis: str = "paired",
     residuals: int = 5,
     device: torch.device | str | None = None,
     forward_fn: Forward = default_forward,
@@ -104,10 +100,14 @@ def collapse_spectra(
         ConfigError: ``state`` holds sums of other settings.
         ValueError: options that cannot work.
     """
-    checked_loss(loss)
-    _check("estimator", estimator, ("ritz", "means", "between"))
-    _check("weighting", weighting, ("curvature", "uniform"))
-    _check("basis", basis, ("paired", "outer", "class"))
+    kind: Loss = checked_loss(loss)
+    for name, value, known in (
+        ("estimator", estimator, ("ritz", "means", "between")),
+        ("weighting", weighting, ("curvature", "uniform")),
+        ("basis", basis, ("paired", "outer", "class")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     count = 1 + (estimator != "means") + (residuals > 0)
     if count > 1 and iter(loader) is loader:
         raise ValueError(f"the loader is read {count} times, but an iterator gives its batches once; give a list")
@@ -121,14 +121,14 @@ def collapse_spectra(
         model, modules, loader, forward_fn, count, state=None if state is None else Path(state),
         settings=settings, save_every=save_every, progress=progress,
     )  # fmt: skip
-    means = ClassMeans.of(run("means", partial(first_moments, loss=loss, weighting=weighting)), modules)
+    means = ClassMeans.of(run("means", partial(first_moments, loss=kind, weighting=weighting)), modules)
     plan = _Plan.of(means, basis, estimator, 1e-12 if next(model.parameters()).dtype == torch.float64 else 1e-8)
-    second = Sums() if estimator == "means" else run("projections", partial(plan.measure, loss=loss))
+    second = Sums() if estimator == "means" else run("projections", partial(plan.measure, loss=kind))
     found = {name: plan.spectrum(name, second) for name in modules}
     images = Sums()
     if residuals > 0:
         vectors = {name: _leading_vectors(*pairs, residuals) for name, pairs in found.items()}
-        images = run("residuals", partial(_images, vectors=vectors, loss=loss))
+        images = run("residuals", partial(_images, vectors=vectors, loss=kind))
     behind = _features_behind(means)
     out = {}
     for name, (directions, pairs) in found.items():
@@ -162,11 +162,6 @@ def collapse_spectra(
     )
 
 
-def _check(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-
-
 def _limit(classes: int) -> int | None:
     """How many eigenvalues are kept: all, or for many classes the leading ones."""
     return None if classes <= COMPRESS else 4 * classes
@@ -182,14 +177,14 @@ class _Plan:
     """What pass 1 asks of pass 2: to project on a frame per layer, and on one for all layers."""
 
     means: ClassMeans
-    basis: Basis
-    estimator: Estimator
+    basis: str
+    estimator: str
     frames: Mapping[str, Frame]
     network: Frame | None
     whitened: Mapping[str, Tensor]  # Sigma_B^+ U, U the eigenvectors of Sigma_B
 
     @classmethod
-    def of(cls, means: ClassMeans, basis: Basis, estimator: Estimator, cut: float) -> "_Plan":
+    def of(cls, means: ClassMeans, basis: str, estimator: str, cut: float) -> "_Plan":
         classes = len(means.count)
         if basis == "outer" and classes > COMPRESS:
             raise ValueError(f"basis='outer' has K³ directions, too many for {classes} classes; use 'paired'")
@@ -312,7 +307,7 @@ def _padded(values: Tensor, size: int) -> Tensor:
     return torch.cat([values, values.new_zeros(max(0, size - len(values)))])
 
 
-def _notes(means: ClassMeans, estimator: Estimator) -> tuple[str, ...]:
+def _notes(means: ClassMeans, estimator: str) -> tuple[str, ...]:
     low, high = (round(float(c)) for c in (means.count.min(), means.count.max()))
     notes = []
     if low < high:

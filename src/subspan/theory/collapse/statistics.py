@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,6 @@ from subspan.surgery.moments.stream import calibrating
 from subspan.surgery.per_example import example_gradients
 from subspan.theory.collapse.losses import Loss, curvature, residual, root_product, values
 
-Weighting = Literal["curvature", "uniform"]
 Forward = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
 
@@ -168,7 +167,7 @@ def curvature_trace(S: Float[Tensor, "k b t p"], X: Float[Tensor, "b t q"]) -> F
     return sum((example_gradients(rows, X).norm_sq().sum() for rows in S), S.new_zeros(()))
 
 
-def first_moments(batch: Captured, loss: Loss, weighting: Weighting) -> dict[str, Tensor]:
+def first_moments(batch: Captured, loss: Loss, weighting: str) -> dict[str, Tensor]:
     """The sums of pass 1: what class means, the gradient and the trace of each layer need."""
     logits, labels, layers = batch
     member = one_hot(labels, logits.shape[1]).to(logits.dtype)  # b x c

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from subspan.linalg import random_orthonormal
 from subspan.theory.collapse.losses import values as losses
 
-Matrix = Literal["hessian", "hessian_full", "gauss_newton", "gauss_newton_features", "weight"]
+MATRICES = ("hessian", "hessian_full", "gauss_newton", "gauss_newton_features", "weight")
 Spectrum = list[tuple[float, int]]
 
 
@@ -135,7 +135,7 @@ class UFMOptimum:
         weights = [s * after @ before.T for s, (before, after) in zip(self.sigma, pairs, strict=True)]
         return weights, self.feature_norms[0] ** 0.5 * frames[0].repeat_interleave(self.n, 1)
 
-    def spectrum(self, matrix: Matrix, d: int, *, l: int | None = None, weight_decay: bool = False) -> Spectrum:
+    def spectrum(self, matrix: str, d: int, *, l: int | None = None, weight_decay: bool = False) -> Spectrum:
         """Eigenvalues and multiplicities, zeros included, largest first.
 
         Args:
@@ -146,6 +146,8 @@ class UFMOptimum:
             weight_decay: add lam_l I (Hessians only).
         """
         K, L, g = self.K, len(self.lams), self.gamma
+        if matrix not in MATRICES:
+            raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
         if d < K:
             raise ValueError(f"the width d must be at least the number of classes {K}, got {d}")
         if matrix in ("hessian", "weight") and (l is None or not 1 <= l <= L):
@@ -233,7 +235,7 @@ class DeepUFM(nn.Module):
         n: int,
         d: int,
         L: int,
-        nonlinearity: Literal["linear", "relu"] = "linear",
+        nonlinearity: str = "linear",
         *,
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
@@ -290,10 +292,10 @@ def train_ufm(
     *,
     steps: int,
     lr: float = 0.2,
-    method: Literal["gd", "lbfgs"] = "gd",
+    method: str = "gd",
     after: Callable[[int], None] | None = None,
 ) -> float:
-    """Full-batch gradient descent or L-BFGS on J; the final J. ``after`` is told each step's number, from 1."""
+    """Full-batch gradient descent ("gd") or "lbfgs" on J; the final J. ``after`` is told each step's number, from 1."""
     kinds = {"gd": torch.optim.SGD, "lbfgs": torch.optim.LBFGS}
     if method not in kinds:
         raise ValueError(f"method must be 'gd' or 'lbfgs', got {method!r}")
