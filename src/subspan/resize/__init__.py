@@ -30,6 +30,7 @@ from subspan.resize.tileq.placement import place_experts
 from subspan.resize.tileq.report import TileQReport
 from subspan.resize.tileq.scales import activation_scale
 from subspan.resize.tileq.sources import Experts, read_experts
+from subspan.resize.tileq.texts import calibration_batches
 from subspan.resize.tileq.walk import calibrated_layers, quantize_moe
 from subspan.resize.width.checkpoint import GrowthSummary, grow_checkpoint
 from subspan.resize.width.families import register_axes
@@ -69,6 +70,7 @@ __all__ = [
     "binarize",
     "bit_budget",
     "calibrated_layers",
+    "calibration_batches",
     "clip_latent",
     "compress_checkpoint",
     "escape_ratio",
