@@ -1,5 +1,7 @@
 """Small classifiers, data, and the vectors v of their Gauss-Newton matrices by plain automatic differentiation."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.autograd.functional import jacobian
@@ -12,7 +14,7 @@ def network(generator, K=3, relu=True, widths=WIDTHS, bias=False):
     """Linear layers "0", "2", ... with ReLU or nothing between, float64."""
     sizes = [*widths, K]
     layers = []
-    for i, o in zip(sizes, sizes[1:], strict=False):
+    for i, o in pairwise(sizes):
         layer = nn.Linear(i, o, bias=bias, dtype=torch.float64)
         with torch.no_grad():
             for p in layer.parameters():

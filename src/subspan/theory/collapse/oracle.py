@@ -12,7 +12,7 @@ from subspan.linalg import Eigh, leading_eigh
 from subspan.surgery import base_layer
 from subspan.surgery.moments.stream import calibrating
 from subspan.theory.collapse.estimators import gauss_newton_product
-from subspan.theory.collapse.losses import Loss, checked_loss, root_product, values
+from subspan.theory.collapse.losses import checked_loss, root_product, values
 from subspan.theory.collapse.passes import checked_layers
 from subspan.theory.collapse.statistics import Forward, capture, default_forward, wide
 
@@ -20,17 +20,31 @@ DENSE = 4096  # the largest p q whose matrix is formed
 
 
 class LayerRows:
-    """S and X of every sample, held: G in products with p x q matrices, its trace, and G itself where it is small."""
+    """A layer's Gauss-Newton matrix G (p q x p q) by the Jacobians of all samples: products, and G where it is small.
+
+    Args:
+        model: the classifier.
+        loader: batches.
+        layer: the module.
+        loss: "mse" or "ce".
+        forward_fn: (model, batch) -> (logits, labels).
+    """
 
     def __init__(
-        self, model: nn.Module, loader: Iterable[Any], layer: nn.Module, loss: Loss, forward_fn: Forward
+        self,
+        model: nn.Module,
+        loader: Iterable[Any],
+        layer: nn.Module,
+        loss: str,
+        forward_fn: Forward = default_forward,
     ) -> None:
+        kind = checked_loss(loss)
         self.parts: list[tuple[Tensor, Tensor]] = []
         with calibrating(model):
             for batch in loader:
                 logits, _, jacobians = capture(model, {"layer": layer}, batch, forward_fn)
                 A, X = jacobians["layer"]
-                self.parts.append((root_product(loss, logits, A), X))
+                self.parts.append((root_product(kind, logits, A), X))
         self.samples = sum(len(X) for _, X in self.parts)
         S, X = self.parts[0]
         self.shape = (S.shape[3], X.shape[2])
@@ -79,7 +93,7 @@ def exact_layer_ggn(
     """
     if method not in ("auto", "dense", "lanczos"):
         raise ValueError(f"method must be 'auto', 'dense' or 'lanczos', got {method!r}")
-    rows = LayerRows(model, loader, checked_layers(model, [layer])[layer], checked_loss(loss), forward_fn)
+    rows = LayerRows(model, loader, checked_layers(model, [layer])[layer], loss, forward_fn)
     n = rows.shape[0] * rows.shape[1]
     if method == "dense" or (method == "auto" and n <= DENSE):
         values, vectors = torch.linalg.eigh(rows.dense())
@@ -89,12 +103,13 @@ def exact_layer_ggn(
 
 
 def hessian_product(
-    model: nn.Module, loader: Iterable[Any], layer: nn.Module, loss: Loss, forward_fn: Forward = default_forward
+    model: nn.Module, loader: Iterable[Any], layer: nn.Module, loss: str, forward_fn: Forward = default_forward
 ) -> Callable[[Float[Tensor, " pq"]], Float[Tensor, " pq"]]:
     """v -> H v, H the Hessian of the mean loss in the layer's weight: two backward passes over the data per product.
 
     The weight is laid out as the layer stores it. Where the network is piecewise linear, H = G almost everywhere.
     """
+    kind = checked_loss(loss)
     weight: nn.Parameter = base_layer(layer).weight  # pyright: ignore[reportAssignmentType]
 
     def product(v: Tensor) -> Tensor:
@@ -104,7 +119,7 @@ def hessian_product(
             weight.requires_grad_()
             for batch in loader:
                 logits, labels = forward_fn(model, batch)
-                (g,) = torch.autograd.grad(values(loss, logits, labels).sum(), weight, create_graph=True)
+                (g,) = torch.autograd.grad(values(kind, logits, labels).sum(), weight, create_graph=True)
                 total += torch.autograd.grad((g * v.view_as(g)).sum(), weight)[0]
                 samples += len(labels)
         return total.flatten() / samples
