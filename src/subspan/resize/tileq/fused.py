@@ -73,9 +73,8 @@ def _by_group(x: Float[Tensor, "s a"], group: Int[Tensor, " s"], factor: Float[T
     """Each row times the factor of its group: one product per group."""
     order = group.argsort(stable=True)
     counts = group.bincount(minlength=len(factor)).tolist()
-    parts = [part @ f for part, f in zip(x[order].split(counts), factor, strict=True) if len(part)]
     out = x.new_empty(len(x), factor.shape[2])
-    out[order] = torch.cat(parts) if parts else out
+    out[order] = torch.cat([part @ f for part, f in zip(x[order].split(counts), factor, strict=True)])
     return out
 
 
