@@ -10,7 +10,7 @@ from torch import nn
 
 from subspan.linalg import LowRank
 from subspan.safety import output_subspace, qr_merge
-from subspan.safety.buffer_reinforce.merge import damped
+from subspan.safety.buffer_reinforce.merge import check_settings, damped
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 BASES = ("svd", "gram", "qr")
@@ -215,6 +215,14 @@ def test_half_precision_is_merged_in_float32():
 def test_settings_out_of_range_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         qr_merge(*drawn(4, 4, 2, 2, 0), **options)
+
+
+@pytest.mark.parametrize("name", ["subspace", "variant", "missing"])
+def test_no_misspelt_name_becomes_another_one(name):
+    names = {"subspace": "svd", "variant": "qr", "missing": "drop"}
+    check_settings(0.1, 0.01, **names)
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, got 'flatt'"):
+        check_settings(0.1, 0.01, **names | {name: "flatt"})
 
 
 def test_shapes_and_factors_are_checked():

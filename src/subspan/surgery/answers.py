@@ -55,6 +55,12 @@ def answer_batch(rows: Sequence[Mapping[str, Any]], pad: int) -> Batch:
     }
 
 
+def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+    """The batch where the model's first parameter is."""
+    device = next(model.parameters()).device
+    return {key: value.to(device) for key, value in batch.items()}
+
+
 def answer_logits(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "b t v"], Int[Tensor, "b t"]]:
     """Logits (float32 or better) and targets at the positions from the first target of any row to the end."""
     labels, mask = batch["labels"], batch["attention_mask"]

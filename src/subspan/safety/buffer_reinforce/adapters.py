@@ -2,13 +2,21 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from subspan.errors import SafetyError, TargetError
 from subspan.linalg import LowRank
-from subspan.safety.buffer_reinforce.merge import Basis, Variant, Weight, check_settings, merged
+from subspan.safety.buffer_reinforce.merge import (
+    Basis,
+    Missing,
+    Variant,
+    Weight,
+    both_weights,
+    check_settings,
+    merged,
+)
 from subspan.safety.buffer_reinforce.roles import mark_role, role_of_adapter
 from subspan.surgery import FactorPair, factor_pairs, weight_matrix, write_weight
 from subspan.surgery.plain import check_plain_lora
@@ -62,7 +70,7 @@ def merge_reinforced(
     weight: Weight = (1.0, 0.5),
     subspace: Basis = "svd",
     variant: Variant = "qr",
-    missing: Literal["error", "keep", "drop"] = "error",
+    missing: Missing = "error",
     rank: int | None = None,
     merge_into_base: bool = False,
 ) -> MergeReport:
@@ -87,14 +95,16 @@ def merge_reinforced(
         merge_into_base: write the change into the base weights (summed in float32) in place of a new adapter.
 
     Raises:
-        ValueError: alpha or tau out of range, factors that are not finite, by module.
+        ValueError: alpha, tau or a name out of range, factors that are not finite, by module.
         TargetError: an adapter that is missing or no plain LoRA, a module that only ``reinforce`` adapts, a quantised
             base with ``merge_into_base``.
         SafetyError: one of the two is a buffer.
     """
-    check_settings(alpha, tau)
+    check_settings(alpha, tau, subspace, variant, missing)
+    if user == reinforce:
+        raise ValueError(f"user and reinforce are both {user!r}; two adapters are merged")
     pairs = _checked(model, user), _checked(model, reinforce)
-    weights = weight if isinstance(weight, tuple) else (weight, weight)
+    weights = both_weights(weight)
     merges = dict(_merges(*pairs, alpha, tau, weights, subspace, variant, missing, rank))
     report = MergeReport(alpha, tau, weights, tuple(row for _, row in merges.values()))
     changes = {name: change for name, (change, _) in merges.items()}
@@ -103,7 +113,7 @@ def merge_reinforced(
         _write_into_base(layers, changes)
         model.base_model.set_adapter([])
     else:
-        write_adapter(model, into, changes, replace=into in (user, reinforce))
+        write_adapter(model, into, changes, model.peft_config[user], replace=into in (user, reinforce))
         mark_role(model, into, "final")
     return report
 
@@ -170,8 +180,11 @@ def _merges(
         yield name, (change, MergedModule(name, **sizes, kept_rank=kept, removed_energy=share, error=error))
 
 
-def write_adapter(model: Any, name: str, changes: dict[str, LowRank], replace: bool = False) -> None:
-    """Add a plain LoRA of scaling exactly 1 with these changes, and make it the one that is active."""
+def write_adapter(model: Any, name: str, changes: dict[str, LowRank], like: Any, replace: bool = False) -> None:
+    """Add a plain LoRA of scaling exactly 1 with these changes, and make it the one that is active.
+
+    What does not concern its factors (task, base model's name) it has from the configuration ``like``.
+    """
     from peft import LoraConfig
 
     ranks = [z.rank for z in changes.values()]
@@ -179,8 +192,8 @@ def write_adapter(model: Any, name: str, changes: dict[str, LowRank], replace: b
     # "^" keeps peft from taking a name for the ending of another.
     others = {f"^{n}": z.rank for n, z in changes.items() if z.rank != r}
     options: dict[str, Any] = {"r": r, "lora_alpha": r, "rank_pattern": others, "alpha_pattern": dict(others)}
-    first = next(iter(model.peft_config.values()))
-    options["task_type"], options["fan_in_fan_out"] = first.task_type, first.fan_in_fan_out
+    for field in ("task_type", "fan_in_fan_out", "base_model_name_or_path", "revision"):
+        options[field] = getattr(like, field)
     if replace:
         model.delete_adapter(name)
     model.add_adapter(name, LoraConfig(target_modules=list(changes), lora_dropout=0.0, **options))
@@ -247,8 +260,8 @@ def choose_merge(
         for alpha in alphas if weight[1] else alphas[:1]:  # without a reinforcing term alpha has no effect
             merge_reinforced(model, user, reinforce, "_candidate", alpha=alpha, weight=weight, **options)
             tried.append((alpha, weight, evaluate(model)))
+            model.set_adapter(user)  # peft would make the first adapter it finds the active one, a buffer even
             model.delete_adapter("_candidate")
-    model.set_adapter(user)
     return best_of(tried, most_refused)
 
 

@@ -4,7 +4,8 @@ An adapter's weight change is D = s B A, here a ``LowRank`` with ``.A`` = s lora
 """
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from subspan.linalg import LowRank, Subspace
 
 Basis = Literal["svd", "gram", "qr"]
 Variant = Literal["qr", "flat"]
-Weight = float | tuple[float, float]
+Missing = Literal["error", "keep", "drop"]
+Weight = float | Sequence[float]
 
 
 class Damped(NamedTuple):
@@ -91,32 +93,51 @@ def qr_merge(
         variant: "flat" removes D_R's component along D_U as one vector instead (an ablation).
 
     Raises:
-        ValueError: alpha or tau outside their range, shapes that do not match, factors that are not finite.
+        ValueError: alpha, tau or a name outside their range, shapes that do not match, factors that are not finite.
 
     Computed in float32 or better. Source: Ham et al., ICML 2026, arXiv 2605.24550, and the authors' ``qr_merging.py``.
     """
-    check_settings(alpha, tau)
-    return merged(user, reinforce, alpha, tau, weight, subspace, variant)[0]
+    check_settings(alpha, tau, subspace, variant)
+    return merged(user, reinforce, alpha, tau, both_weights(weight), subspace, variant)[0]
 
 
-def check_settings(alpha: float, tau: float) -> None:
+def check_settings(alpha: float, tau: float, subspace: str, variant: str, missing: str = "error") -> None:
+    """Raise ``ValueError`` for what is out of range, and for a name that none of the branches knows."""
+    chosen = {"subspace": (subspace, Basis), "variant": (variant, Variant), "missing": (missing, Missing)}
+    for name, (value, known) in chosen.items():
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {value!r}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is the share that is removed, in [0, 1], got {alpha}")
     if not 0 <= tau < 1:
         raise ValueError(f"tau is a threshold relative to the largest, in [0, 1), got {tau}")
 
 
+def both_weights(weight: Weight) -> tuple[float, float]:
+    """(c_U, c_R), from a pair or from one number for both."""
+    c_user, c_reinforce = weight if isinstance(weight, Sequence) else (weight, weight)
+    if not (math.isfinite(c_user) and math.isfinite(c_reinforce)):
+        raise ValueError(f"the weights of a merge must be finite, got {weight}")
+    return c_user, c_reinforce
+
+
 def merged(
-    user: LowRank, reinforce: LowRank, alpha: float, tau: float, weight: Weight, subspace: Basis, variant: Variant
+    user: LowRank,
+    reinforce: LowRank,
+    alpha: float,
+    tau: float,
+    weights: tuple[float, float],
+    subspace: Basis,
+    variant: Variant,
 ) -> tuple[LowRank, Damped]:
-    """``qr_merge``, and what was damped."""
+    """``qr_merge`` with (c_U, c_R), and what was damped."""
     if user.shape != reinforce.shape:
         raise ValueError(f"the user's change is {user.shape}, the reinforcing one {reinforce.shape}")
     user, reinforce = (LowRank(*(exact(f) for f in (z.A, z.B))) for z in (user, reinforce))
     for name, z in (("user", user), ("reinforcing", reinforce)):
         if not (z.A.isfinite().all() and z.B.isfinite().all()):
             raise ValueError(f"the {name} factors hold NaN or Inf")
-    c_user, c_reinforce = weight if isinstance(weight, tuple) else (weight, weight)
+    c_user, c_reinforce = weights
     part = damped(user, reinforce, alpha, tau, subspace, variant)
     return LowRank.merge([user, part.change], [c_user - c_reinforce * part.along, c_reinforce]), part  # (7)
 

@@ -59,7 +59,7 @@ def adapter_digest(model: nn.Module, name: str) -> str:
     for pair in factor_pairs(model, name):
         for param in (pair.param_A, pair.param_B):
             digest.update(f"{pair.name} {tuple(param.shape)} {pair.scaling}".encode())
-            digest.update(param.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())
+            digest.update(param.detach().cpu().double().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from subspan.linalg import LowRank
 from subspan.surgery import base_layer, factor_pairs
-from subspan.surgery.answers import Batch, answer_logits, target_losses
+from subspan.surgery.answers import Batch, answer_logits, on_device_of, target_losses
 from subspan.surgery.per_example import ExampleRecorder, LayerGradient, example_gradients
 
 _EPS = 1e-8  # the authors' floor under the norm of the direction
@@ -87,8 +87,8 @@ def safety_gradient_score(
             def note(name: str, gradient: LayerGradient, scores: Tensor = scores, squares: Tensor = squares) -> None:
                 at, v = columns[name], changes[name]
                 v = LowRank(v.A.to(gradient.D), v.B.to(gradient.X))
-                scores[:, at] += direction_score(v, gradient).double().cpu()
-                squares[:, at] += example_gradients(gradient.D, gradient.X).norm_sq().double().cpu()
+                scores[:, at] += direction_score(v, gradient).cpu().double()
+                squares[:, at] += example_gradients(gradient.D, gradient.X).norm_sq().cpu().double()
 
             recorder.backward(values, note)
             parts.append((scores, squares.sqrt()))
@@ -100,4 +100,4 @@ def safety_gradient_score(
 
 
 def _answer_losses(model: nn.Module, batch: Batch) -> Tensor:
-    return target_losses(*answer_logits(model, batch)).per_row()
+    return target_losses(*answer_logits(model, on_device_of(model, batch))).per_row()
