@@ -84,6 +84,8 @@ def test_what_is_no_direction_is_refused(model, tmp_path):
     lora(small(torch.float32), use_dora=True).save_pretrained(tmp_path / "dora")
     with pytest.raises(DataError, match="is a DoRA"):
         Direction.from_adapter(tmp_path / "dora")
+    with pytest.raises(TargetError, match="adapter 'default' is Dora"):
+        Direction.from_adapter(lora(small(torch.float32), use_dora=True))
     config = json.loads((tmp_path / "untrained" / "adapter_config.json").read_text())
     (tmp_path / "untrained" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(DataError, match="is a IA3"):
@@ -175,6 +177,8 @@ def test_training_stops_at_the_margin_and_at_nan(llama, words, monkeypatch):
         Direction.from_data(llama, words, data, targets=FEED_FORWARD)
     with pytest.raises(DataError, match="at least two rows"):
         Direction.from_data(llama, words, data[:1])
+    with pytest.raises(ValueError, match="steps=0, batch_size=8: at least 1"):
+        Direction.from_data(llama, words, data, steps=0)
     with pytest.raises(DataError, match="a pair has an empty answer"):
         Direction.from_data(llama, words, [{"prompt": "w1", "chosen": "w2", "rejected": ""}] * 2, objective="dpo")
 

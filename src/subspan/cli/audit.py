@@ -17,11 +17,11 @@ def audit(
         str | None, typer.Option(help="Adapter at which gradients are taken (default: trained on 64 of the rows).")
     ] = None,
     state: Annotated[str, typer.Option(help="shared: what is poisoned; paper: what erodes refusals; zero.")] = "shared",
-    init_steps: Annotated[int, typer.Option(help="Steps of that training.")] = 50,
+    init_steps: Annotated[int, typer.Option(min=1, help="Steps of that training.")] = 50,
     out: Annotated[Path, typer.Option(help="A .parquet or .csv file; the other, .json and .html lie beside.")] = Path(
         "scores.parquet"
     ),
-    top: Annotated[int, typer.Option(help="List this many of the riskiest rows.")] = 20,
+    top: Annotated[int, typer.Option(min=0, help="List this many of the riskiest rows.")] = 20,
     metric: Annotated[str, typer.Option(help="cosine, global, projection, dot or l2.")] = "cosine",
     update: Annotated[str, typer.Option(help="lora, or full: a step on the weights themselves.")] = "lora",
     prompt: Annotated[str | None, typer.Option(help="Column with the prompt.")] = None,

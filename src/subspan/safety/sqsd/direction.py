@@ -25,6 +25,7 @@ from subspan.surgery import (
     undisturbed,
     weight_matrix,
 )
+from subspan.surgery.plain import check_plain_lora
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class Direction:
         """From a LoRA folder in peft's format, or from an adapter of a live peft model.
 
         Raises:
-            DataError: no adapter lies there, it is no plain LoRA, or it was never trained (every update is zero).
+            DataError: no adapter lies there, it is a DoRA, or it was never trained (every update is zero).
+            TargetError: the live adapter is no plain LoRA.
         """
         if isinstance(source, nn.Module):
+            check_plain_lora(source, adapter_name)
             pairs = factor_pairs(source, adapter_name)
             factors = {p.name: p.low_rank() for p in pairs}
             factors = {n: LowRank(z.A.clone(), z.B.clone()) for n, z in factors.items()}

@@ -31,7 +31,7 @@ from subspan.safety.sqsd.stream import Journal, Record, refuse_other_settings, r
 from subspan.safety.sqsd.table import RiskTable, checked_format
 from subspan.safety.sqsd.tokens import Tokens, is_encoded, row_tokens
 from subspan.surgery import base_fingerprint, plain_layers, side_paths, undisturbed
-from subspan.surgery.answers import answer_batch, answer_logits, pad_token, target_losses
+from subspan.surgery.answers import answer_batch, answer_logits, on_device_of, pad_token, target_losses
 from subspan.surgery.per_example import ExampleRecorder, LayerGradient
 
 State = Literal["shared", "paper", "zero"]
@@ -84,7 +84,7 @@ class SafetyRisk:
         update: "lora": a step on the adapter's factors; "full": a step on the weights themselves.
         terms: "both", or one term alone.
         safety_scale: scaling of the safe adapter under "paper".
-        batch_tokens: rows times longest row of one forward pass; it does not change scores.
+        batch_tokens: rows times longest row of one forward pass: memory, and what a kill loses, but no score.
         max_length: tokens of a row; longer ones lose the beginning of the prompt, then the end of the answer.
         last_turn_only: the last answer of a conversation counts, in place of all.
         prompt: column with the user's turn.
@@ -110,7 +110,7 @@ class SafetyRisk:
         update: Literal["lora", "full"] = "lora",
         terms: Literal["both", "danger", "safety"] = "both",
         safety_scale: float = 1.0,
-        batch_tokens: int = 4096,
+        batch_tokens: int = 1024,
         max_length: int = 1024,
         last_turn_only: bool = False,
         prompt: str | None = None,
@@ -247,11 +247,15 @@ class SafetyRisk:
             return None
         table = RiskTable.read(target)
         if "settings" not in table.facts:
-            raise ConfigError(f"{target} exists, and no audit wrote it; choose another file, or start over, resume off")
+            raise ConfigError(
+                f"{target} exists, and no audit wrote it; choose another file, or start over (--fresh, resume=False)"
+            )
         refuse_other_settings(target, table.facts, self.settings, settings_hash(self.settings))
         hashes = [_digest(row) for row in dataset]
         if hashes != table["hash"].tolist():
-            raise ConfigError(f"{target} holds scores of other rows; choose another file, or start over, resume off")
+            raise ConfigError(
+                f"{target} holds scores of other rows; choose another file, or start over (--fresh, resume=False)"
+            )
         return table
 
     def _batches(self, dataset: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
@@ -311,14 +315,15 @@ class SafetyRisk:
         sound_rows = score.isfinite()
         kept = parts[sound_rows]
         shares = torch.stack([kept.sum(0), (kept * score[sound_rows, None]).sum(0)])
-        return records, shares.double().cpu().numpy()
+        return records, shares.cpu().double().numpy()
 
     def terms_of(self, rows: Sequence[Tokens], recorder: ExampleRecorder) -> dict[str, _Term]:
         """Both terms of a batch, module by module; each state is one forward and one backward pass."""
         device = next(self.model.parameters()).device
         pad = pad_token(self.tokenizer) if self.tokenizer is not None else 0
-        packed = answer_batch([{"input_ids": r.input_ids, "labels": r.labels} for r in rows], pad)
-        packed = {k: v.to(device) for k, v in packed.items()}
+        packed = on_device_of(
+            self.model, answer_batch([{"input_ids": r.input_ids, "labels": r.labels} for r in rows], pad)
+        )
         out = {}
         for one, state, steps in zip(self._passes, self._states, self._steps, strict=True):
             found: dict[str, Projected] = {}

@@ -79,7 +79,8 @@ class Journal:
         record = self.records.get(number)
         if record is not None and record["hash"] != digest:
             raise DataError(
-                f"row {number} is not the one that was scored before; restore the data, or start over with resume off"
+                f"row {number} is not the one that was scored before; restore the data, or start over (--fresh, "
+                "resume=False)"
             )
         return record is not None
 
@@ -91,5 +92,5 @@ def refuse_other_settings(path: Path, began: Mapping[str, Any], settings: Mappin
         changed = next((k for k in settings if before.get(k) != settings[k]), "settings")
         raise ConfigError(
             f"{path} holds scores of other settings ({changed}: {before.get(changed)!r} there, "
-            f"{settings.get(changed)!r} here); choose another file, or start over with resume off"
+            f"{settings.get(changed)!r} here); choose another file, or start over (--fresh, resume=False)"
         )

@@ -13,7 +13,7 @@ from subspan.linalg import LowRank
 from subspan.safety.sqsd.direction import Direction, fresh_state, on_device
 from subspan.safety.sqsd.tokens import Tokens, row_tokens
 from subspan.surgery import find_targets, plain_layers, side_paths, undisturbed
-from subspan.surgery.answers import Losses, answer_batch, answer_logits, pad_token, target_losses
+from subspan.surgery.answers import Losses, answer_batch, answer_logits, on_device_of, pad_token, target_losses
 
 Pair = tuple[Tokens, Tokens]
 
@@ -34,10 +34,9 @@ def dpo_loss(
 
 def row_losses(model: nn.Module, tokenizer: Any, rows: Sequence[Tokens]) -> Losses:
     """Losses of the answers of a few rows, on the model's device."""
-    device = next(model.parameters()).device
     pad = 0 if tokenizer is None else pad_token(tokenizer)
     batch = answer_batch([{"input_ids": r.input_ids, "labels": r.labels} for r in rows], pad)
-    return target_losses(*answer_logits(model, {k: v.to(device) for k, v in batch.items()}))
+    return target_losses(*answer_logits(model, on_device_of(model, batch)))
 
 
 def encoded_rows(
@@ -89,8 +88,11 @@ def train_direction(
 
     Raises:
         DataError: fewer than two rows with an answer, or a column missing.
+        ValueError: an option out of its range.
         NonFinite: the loss is no number any more.
     """
+    if steps < 1 or batch_size < 1:
+        raise ValueError(f"steps={steps}, batch_size={batch_size}: at least 1 of both is needed")
     items: list[Any]
     rows = list(rows)
     if objective == "dpo":
@@ -103,7 +105,10 @@ def train_direction(
     else:
         raise ValueError(f"objective must be sft or dpo, got {objective!r}")
     if len(items) < 2:
-        raise DataError(f"a direction needs at least two rows with an answer, got {len(items)}")
+        raise DataError(
+            f"a direction, or an initial state, needs at least two rows with an answer, got {len(items)}; state 'zero' "
+            "does without an initial state"
+        )
     layers = plain_layers(model)
     wanted = {n.removeprefix("base_model.model.").replace(".base_layer", "") for n in find_targets(model, targets)}
     chosen = {n: layer for n, layer in layers.items() if n in wanted}
