@@ -31,7 +31,7 @@ from subspan.safety import (
 )
 from subspan.safety.buffer_reinforce.adapters import best_of
 from subspan.safety.buffer_reinforce.roles import role_of_adapter
-from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, mean_loss
+from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, lost, mean_loss, row_losses
 from subspan.surgery import factor_pairs
 from subspan.surgery.answers import answer_batch, answer_logits, target_losses
 
@@ -230,6 +230,27 @@ def test_t14_zero_adapters_in_a_model():
 
 
 # -------------------------------------------------------------------------------------- section 9: what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weight": (math.nan, 0.5)}, "weights of a merge must be finite"),
+        ({"reinforce": "user"}, "both 'user'; two adapters are merged"),
+    ],
+)
+def test_what_no_merge_is_made_of_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        merge_reinforced(three(llama(layers=1)), **options)
+
+
+def test_the_merged_adapter_names_its_base_and_takes_weights_as_a_list(tmp_path):
+    model = three(llama(layers=1))
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = "my/base"
+    assert merge_reinforced(model, weight=[1.0, 0.5]).weight == (1.0, 0.5)
+    save_adapter(model, tmp_path, "final")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "my/base"
 
 
 def test_settings_and_shapes_that_cannot_work_are_refused_by_name():
@@ -567,11 +588,40 @@ def test_a_buffer_that_does_not_pass_its_gate_is_refused(aligned):
     rows = rows_of(FORBIDDEN, YES, 20, 2), rows_of(ORDINARY, YES, 20, 3)
     with pytest.raises(SafetyError, match=r"after 2 steps the buffered model answers \d+ % .* take more steps"):
         train_buffer(model, rows[0], keep=rows[1], collate=collate, fit=Fit(steps=2, lr=1e-6))
+    with pytest.raises(ValueError, match="there are no rows to train on"):
+        train_buffer(model, [], collate=collate)
+    with pytest.raises(ValueError, match="steps=0, batch_size=8: at least 1"):
+        Fit(steps=0)
     with pytest.raises(ValueError, match="1 forbidden rows are too few"):
         train_buffer(model, rows[0][:1], keep=rows[1], collate=collate)
     assert not Gate().passes(Reading(1.0, 1.2, 1.0))
     assert not Gate().passes(Reading(0.9, 1.0, 1.0))
     assert Gate().passes(Reading(0.95, 1.14, 1.0))
+
+
+def test_kept_rows_count_by_what_they_have_lost_alone(aligned):
+    model = adapters_on(aligned, "buffer", "user")
+    ordinary = rows_of(ORDINARY, YES, 12, 3)
+    model.set_adapter("user")
+    assert lost(model, collate, ordinary).item() == 0.0
+    for pair in factor_pairs(model, "user"):
+        pair.write(LowRank(20 * torch.randn(pair.A.shape, generator=torch.Generator().manual_seed(0)), pair.B))
+    each = row_losses(model, collate, ordinary).per_row()
+    with model.disable_adapter():
+        base = row_losses(model, collate, ordinary).per_row()
+    wanted = (each - (1.1 * base + 0.05)).clamp(min=0)
+    assert wanted.max() > 0
+    assert lost(model, collate, ordinary).item() == pytest.approx(float(wanted.mean()))
+
+
+def test_where_no_row_of_the_users_teaches_anything_kept_rows_move_nothing(aligned):
+    """Adam would take full steps on the little that ordinary rows have left to teach."""
+    model = adapters_on(aligned, "buffer", "user")
+    before = adapter_digest(model, "user")
+    silent = [row | {"labels": [-100] * len(row["labels"])} for row in rows_of(FORBIDDEN, YES, 8, 4)]
+    fit = Fit(steps=3, lr=1e-2, weight_decay=0.0)
+    train_user(model, silent, keep=rows_of(ORDINARY, YES, 8, 3), collate=collate, fit=fit)
+    assert adapter_digest(model, "user") == before
 
 
 def test_stages_repeat_with_their_generator_and_stop_at_nan(aligned):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from subspan.errors import NonFinite, SafetyError
 from subspan.safety.buffer_reinforce.attach import buffered
 from subspan.safety.buffer_reinforce.roles import mark_role
-from subspan.surgery.answers import IGNORED, Batch, answer_logits, target_losses
+from subspan.surgery.answers import IGNORED, Batch, Losses, answer_logits, on_device_of, target_losses
 
 Row = Mapping[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
@@ -33,6 +33,10 @@ class Fit:
     warmup: float = 0.05
     max_grad_norm: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1:
+            raise ValueError(f"steps={self.steps}, batch_size={self.batch_size}: at least 1 of both is needed")
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -48,8 +52,12 @@ class Gate:
     every: int = 5
     holdout: float = 0.2
 
+    def allowed(self, base: Any) -> Any:
+        """What an ordinary answer may cost that costs the base model ``base``, in nats a token."""
+        return self.factor * base + self.slack
+
     def passes(self, reading: "Reading") -> bool:
-        return reading.answered >= self.answered and reading.ordinary <= self.factor * reading.base + self.slack
+        return reading.answered >= self.answered and reading.ordinary <= self.allowed(reading.base)
 
     def require(self, reading: "Reading", steps: int) -> None:
         """Raise ``SafetyError`` where the buffer does not pass after this many steps."""
@@ -213,8 +221,8 @@ def train_user(
         model: a peft model that holds the buffer and a fresh LoRA called ``adapter``.
         rows: the user's rows.
         collate: see ``train_buffer``.
-        keep: ordinary rows of the provider, a quarter of every batch, seen with the buffer *off* (two-state). Where all
-            of the user's rows are bad, these alone move the weights, towards complying: leave them out then.
+        keep: ordinary rows of the provider, one beside every four of the user's, seen with the buffer *off*
+            (two-state). They count by what they have lost alone, see ``lost``.
         fit: steps and rates.
         adapter: name of the adapter.
         buffer: name of the buffer; None trains without one.
@@ -227,18 +235,17 @@ def train_user(
         state = buffered(model, buffer, adapter)
     with state:
         few = max(fit.batch_size // 4, 1) if keep else 0
-        drawn, kept = (
-            shuffled_batches(part, k, generator) for part, k in ((rows, fit.batch_size - few), (keep or [], few))
-        )
+        drawn, kept = (shuffled_batches(part, k, generator) for part, k in ((rows, fit.batch_size), (keep or [], few)))
+        share = few / (fit.batch_size + few)
 
         def losses() -> Iterator[Tensor]:
             while True:
-                loss = answer_loss(model, collate, next(drawn), share=1 - few / fit.batch_size)
+                loss = (1 - share) * answer_loss(model, collate, next(drawn))
                 if few:
                     # Each state is gone through by itself: what the backward pass sees must not have been switched.
                     loss.backward()
                     with state.paused() if buffer else nullcontext():
-                        yield loss.detach() + answer_loss(model, collate, next(kept), share=few / fit.batch_size)
+                        yield loss.detach() + share * lost(model, collate, next(kept))
                 else:
                     yield loss
 
@@ -250,6 +257,8 @@ def train_user(
 
 def shuffled_batches(rows: Sequence[Row], size: int, generator: torch.Generator | None) -> Iterator[list[Row]]:
     """Batches without end: pass after pass in random order, ``size`` rows each."""
+    if not rows:
+        raise ValueError("there are no rows to train on")
     waiting: list[int] = []
     while True:
         while len(waiting) < size:
@@ -268,15 +277,24 @@ def _held_out(
     return [rows[i] for i in order[count:]], [rows[i] for i in order[:count]]
 
 
-def answer_loss(model: nn.Module, collate: Collate, rows: Sequence[Row], share: float = 1.0) -> Tensor:
+def row_losses(model: nn.Module, collate: Collate, rows: Sequence[Row]) -> Losses:
+    return target_losses(*answer_logits(model, on_device_of(model, collate(rows))))
+
+
+def answer_loss(model: nn.Module, collate: Collate, rows: Sequence[Row]) -> Tensor:
     """Mean over the rows of the mean cross-entropy of a row's answer tokens."""
-    batch = _to_device(model, collate(rows))
-    return share * target_losses(*answer_logits(model, batch)).per_row().mean()
+    return row_losses(model, collate, rows).per_row().mean()
 
 
-def _to_device(model: nn.Module, batch: Batch) -> Batch:
-    device = next(model.parameters()).device
-    return {key: value.to(device) for key, value in batch.items()}
+def lost(model: Any, collate: Collate, rows: Sequence[Row], gate: Gate = Gate()) -> Tensor:
+    """Mean over ordinary rows of what their loss lies above that of the base model, and above the gate's allowance.
+
+    Zero while they are as likely as they were. An optimiser that divides gradients by their size, as Adam does, would
+    make full steps even of what is left to learn of rows that the base model answers already.
+    """
+    with torch.no_grad(), model.disable_adapter():
+        base = row_losses(model, collate, rows).per_row()
+    return (row_losses(model, collate, rows).per_row() - gate.allowed(base)).clamp(min=0).mean()
 
 
 def descend(model: nn.Module, losses: Iterator[Tensor], fit: Fit) -> Iterator[float]:
@@ -318,7 +336,7 @@ def first_tokens(model: nn.Module, collate: Collate, rows: Sequence[Row], size: 
     model.eval()
     logits, wanted = [], []
     for at in range(0, len(rows), size):
-        scores, target = answer_logits(model, _to_device(model, collate(rows[at : at + size])))
+        scores, target = answer_logits(model, on_device_of(model, collate(rows[at : at + size])))
         place = (target != IGNORED).int().argmax(-1)
         every = torch.arange(len(place), device=place.device)
         logits.append(scores[every, place])

@@ -93,7 +93,7 @@ class Safeguarded(Part):
             self.attached.switch(False)
 
     def losses(self, run: Run, model: nn.Module, batch: "Batch") -> Losses | None:
-        """Kept rows beside the batch's own: a quarter of all in a user's run, half of all where an adapter is made."""
+        """Kept rows beside the batch's own: a fifth of all in a user's run, half of all where an adapter is made."""
         if not self.kept:
             return None
         wanted, size = self.options, len(batch["labels"])
@@ -107,11 +107,23 @@ class Safeguarded(Part):
         own = run.task.losses(model, batch)
         if wanted.make is None:
             self._switch(False)
-        kept = run.task.losses(model, self._draw(run, batch, size if wanted.make else -(-size // 3)))
+        drawn = self._draw(run, batch, size if wanted.make else -(-size // 4))
+        kept = run.task.losses(model, drawn)
+        if wanted.make is None:
+            kept = self._lost(run, kept, drawn)
         # The trainer divides by the targets of the batch's own rows: scaled so that the loss stays a mean.
         scale = own.count.sum() / (own.count.sum() + kept.count.sum())
         total = torch.cat([own_weight * own.total, kept_weight * kept.total]) * scale
         return Losses(total, torch.cat([own.count, kept.count]) * scale)
+
+    def _lost(self, run: Run, kept: Losses, drawn: "Batch") -> Losses:
+        """What kept rows have lost beyond the gate's allowance: nothing while they are as likely as they were."""
+        from subspan.safety import Gate
+
+        model: Any = run.model
+        with torch.no_grad(), model.disable_adapter():
+            base = run.task.losses(model, drawn)
+        return Losses((kept.total - kept.count * Gate().allowed(base.per_row())).clamp(min=0), kept.count)
 
     def _switch(self, on: bool) -> None:
         if self.attached is not None:
