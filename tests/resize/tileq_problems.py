@@ -31,4 +31,5 @@ def moments_of(experts: Experts, n: int = 200, seed: int = 0) -> dict[str, Momen
 
 
 def small(**changes) -> TileQConfig:
-    return TileQConfig(**{"bits": 3, "rank": 8, "group_size": 32} | changes)
+    """Quick settings: clustering is asked for where it matters."""
+    return TileQConfig(**{"bits": 3, "rank": 8, "group_size": 32, "placement": "index"} | changes)
