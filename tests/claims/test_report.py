@@ -73,6 +73,16 @@ def test_smoke_results_are_marked_and_give_way_to_full_ones(tmp_path):
     assert "Smoke run" not in output.read_text("utf-8")
 
 
+@pytest.mark.usefixtures("harness")
+def test_verdicts_of_another_source_are_marked(tmp_path, monkeypatch):
+    run_claim(CLAIM, folder=tmp_path, jobs=1, progress=False)
+    path, _ = write_report(tmp_path)
+    assert "another state of the source" not in path.read_text("utf-8")
+    monkeypatch.setattr("subspan.claims.report.claim_fingerprint", lambda claim, smoke: "since mended")
+    write_report(tmp_path)
+    assert "Measured with another state of the source: run it again." in path.read_text("utf-8")
+
+
 def test_diverged_values_do_not_break_the_page():
     rows = [
         {"method": "ours", "setting": {"lr": 0.1}, "metric": "accuracy", "mean": None, "std": None, "n": 2,
@@ -80,7 +90,7 @@ def test_diverged_values_do_not_break_the_page():
         {"method": "peer", "setting": {"lr": 0.1}, "metric": "accuracy", "mean": None, "std": 0.0, "n": 1,
          "values": {"0": None}},
     ]  # fmt: skip
-    outcome = {"statements": [], "rows": rows, "seeds": [0, 1], "task_seconds": 1.0, "smoke": False}
+    outcome = {"statements": [], "rows": rows, "seeds": [0, 1], "task_seconds": 1.0, "smoke": False, "source": ""}
     html = claims_page([(CLAIM, outcome)]).html()
     assert "– ± –" in html
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from subspan.claims.claim import Claim, Plot, Results, Row
-from subspan.claims.runner import RUNS, claim_slugs, load_claim
+from subspan.claims.runner import RUNS, claim_fingerprint, claim_slugs, load_claim
 from subspan.errors import DataError
 from subspan.pages import Badge, Curve, Figure, Page, Section, Table, Text, bars, curves
 from subspan.pages.page import format_number
@@ -62,6 +62,8 @@ def _section(claim: Claim, outcome: Mapping[str, Any]) -> Section:
     results = Results.from_summary(outcome["rows"])
     seeds = len(outcome["seeds"])
     run = f"{claim.source}. {seeds} seed{'s' * (seeds != 1)}; {outcome['task_seconds']:.0f} s of one thread."
+    if outcome["source"] != claim_fingerprint(claim, outcome["smoke"]):
+        run = f"Measured with another state of the source: run it again. {run}"
     if outcome["smoke"]:
         run = f"Smoke run: the path works, the numbers prove nothing. {run}"
     return Section(

@@ -59,6 +59,11 @@ def load_claim(slug: str) -> Claim:
 # ------------------------------------------------------------------------------------------------------- fingerprint
 
 
+def claim_fingerprint(claim: Claim, smoke: bool = False) -> str:
+    """``source_fingerprint`` of a claim as it stands."""
+    return source_fingerprint({claim.cells.__module__, *(cell.run.__module__ for cell in claim.cells(smoke))})
+
+
 def source_fingerprint(modules: Iterable[str]) -> str:
     """Hash of what a claim's numbers depend on: its modules, every subspan room they import, torch and numpy.
 
@@ -245,7 +250,7 @@ def run_claim(
     path = Path(folder) / claim.slug / f"{form}.jsonl"
     if fresh:
         path.unlink(missing_ok=True)
-    fingerprint = source_fingerprint({claim.cells.__module__, *(cell.run.__module__ for cell in cells)})
+    fingerprint = claim_fingerprint(claim, smoke)
     done = _read_tasks(path, fingerprint)
     reused = sum(key in done for key in keys)
     missing = [task for task, key in zip(tasks, keys, strict=True) if key not in done]
