@@ -553,6 +553,8 @@ def test_a_transformer_layer_of_torch_trains_its_projections():
     "options",
     [
         {"r": 0},
+        {"r": 1.5},
+        {"top_k": 2.5},
         {"temperature": 0.0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
@@ -593,6 +595,8 @@ def test_targets_that_match_nothing_name_the_nearest():
         inject_moram(net(), MoRAMConfig(**OPTIONS, modules_to_save=["head"]))
     with pytest.raises(TargetError, match="linear"):
         inject_moram(nn.Sequential(nn.Conv2d(3, 3, 1)), MoRAMConfig(target_modules=["0"]))
+    with pytest.raises(TargetError, match="put it in a module"):
+        inject_moram(nn.Linear(6, 6), MoRAMConfig(target_modules="all-linear"))
     nested = nn.ModuleDict({"block": nn.ModuleDict({"up": nn.Linear(6, 6)})})
     with pytest.raises(TargetError, match="cannot both hold a memory"):
         inject_moram(nested, MoRAMConfig(target_modules=["up"], modules_to_save=["block"]))
@@ -708,8 +712,18 @@ def test_the_classifier_refuses_new_classes_and_bad_rows():
     assert model.tasks_ == []
     with pytest.raises(ValueError, match="12 features"):
         model.predict(X[:, :2])
+
+
+def test_a_task_that_fails_leaves_no_trace_in_the_classifier():
+    model = small(base_steps=40, task_steps=5).fit(*blobs(0))
+    X, y = blobs(1)
+    before = model.predict_proba(X)
     with pytest.raises(NonFinite, match="lower the learning rate"):
         model.set_params(task_lr=1e30).partial_fit_task(X, y)
+    assert model.tasks_ == []
+    assert np.array_equal(model.predict_proba(X), before)
+    model.set_params(task_lr=1e-2).partial_fit_task(X, y)
+    assert model.tasks_ == ["task 1"]
 
 
 WITHOUT_CHECKS = """

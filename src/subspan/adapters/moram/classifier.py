@@ -1,5 +1,6 @@
 """A scikit-learn classifier that learns one domain after another and keeps the earlier ones."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from subspan.adapters.moram.bank import Read
 from subspan.adapters.moram.config import MoRAMConfig
-from subspan.adapters.moram.model import MoRAM, memory_of, wrap
+from subspan.adapters.moram.model import memory_of, wrap
 from subspan.errors import NonFinite
 
 
@@ -57,7 +58,7 @@ def train(
         rows = torch.randint(len(y), (batch_size,), generator=generator)
         loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
         if not torch.isfinite(loss):
-            raise NonFinite(f"the loss is {float(loss)}: scale the features, or lower the learning rate")
+            raise NonFinite(f"the loss is {float(loss.detach())}: scale the features, or lower the learning rate")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -151,7 +152,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def partial_fit_task(self, X: Any, y: Any, name: str | None = None) -> "ContinualMoRAMClassifier":
-        """Learn one more domain, in atoms of its own. The very first call without ``fit`` is ``fit``."""
+        """Learn one more domain, in atoms of its own; one that fails leaves none. The very first call is ``fit``."""
         if not hasattr(self, "network_"):
             return self.fit(X, y)
         X, y = validate_data(self, X, y, dtype=np.float32, reset=False)
@@ -161,22 +162,21 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
                 f"label {str(np.asarray(y)[new][0])!r} was not among those of fit "
                 f"({', '.join(map(str, self.classes_))}): tasks may bring new domains, not new classes"
             )
-        with self._memory.task(name, generator=self.generator_):
+        network = copy.deepcopy(self.network_)
+        memory = memory_of(network)
+        with memory.task(name, generator=self.generator_):
             options = {"steps": self.task_steps, "lr": self.task_lr, "cosine": True}
-            train(self.network_, self._memory.parameters(), *_tensors(X, labels), **options, **self._common())
+            train(network, memory.parameters(), *_tensors(X, labels), **options, **self._common())
+        self.network_ = network
         return self
 
     def _common(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "generator": self.generator_}
 
     @property
-    def _memory(self) -> MoRAM:
-        return memory_of(self.network_)
-
-    @property
     def tasks_(self) -> list[str]:
         check_is_fitted(self, "network_")
-        return self._memory.tasks
+        return memory_of(self.network_).tasks
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (n, classes), without knowing the domain."""

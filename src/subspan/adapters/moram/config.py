@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from subspan.adapters.moram.bank import Mixing, Read, Score
@@ -51,9 +52,9 @@ class MoRAMConfig:
     mixing: Mixing = "softmax"
 
     def __post_init__(self) -> None:
-        if self.r < 1:
+        if not isinstance(self.r, Integral) or self.r < 1:
             raise ValueError(f"r={self.r}: a task needs at least 1 atom")
-        if self.top_k is not None and self.top_k < 1:
+        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k}: a token reads at least 1 atom")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive")
@@ -74,7 +75,10 @@ class MoRAMConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.threshold and not self.normalize:
             raise ValueError("threshold compares scores of norm 1: with normalize=False set threshold=None")
-        # Stored as plain tuples, so that configurations compare equal after a round through json.
+        # Stored as plain integers and tuples, so that configurations compare equal after a round through json.
+        object.__setattr__(self, "r", int(self.r))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", int(self.top_k))
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         if self.modules_to_save is not None:

@@ -335,7 +335,7 @@ def inject_moram(model: nn.Module, config: MoRAMConfig | None = None) -> nn.Modu
     multiplies with its weights past any wrapper. Nothing is computed differently until ``model.moram.begin_task()``.
 
     Raises:
-        TargetError: no layer matches, or a matching one is no linear layer.
+        TargetError: no layer matches, or a matching one is no linear layer, or the model itself.
         ValueError: the model has a memory already.
     """
     config = config or MoRAMConfig()
@@ -344,6 +344,8 @@ def inject_moram(model: nn.Module, config: MoRAMConfig | None = None) -> nn.Modu
     split_attention(model)
     wanted = config.target_modules
     targets = find_targets(model, wanted, exclude=list(config.modules_to_save or ()) or None)
+    if "" in targets:
+        raise TargetError("the model is itself a linear layer, which nothing can take the place of: put it in a module")
     if odd := [n for n, m in targets.items() if not (isinstance(m, nn.Linear) or is_conv1d(m))]:
         raise TargetError(f"{odd[0]} is a {type(targets[odd[0]]).__name__}; a memory goes on linear layers")
     return wrap(model, targets, config)

@@ -49,7 +49,7 @@ class _Sums:
         w = spread(routing.index, routing.weight, p.shape[-1])
         if mask is not None and mask.shape == w.shape[:-1]:
             w, p = w[mask], p[mask]
-        w, p = w.flatten(0, -2).double().cpu(), p.flatten(0, -2).double().abs().cpu()
+        w, p = (t.flatten(0, -2).cpu().double() for t in (w, p.abs()))  # not every device has float64
         if not len(w):
             return
         live = slice(0, w.shape[-1])
