@@ -392,7 +392,10 @@ def test_gradient_checkpointing_changes_no_gradient(kind):
 
 
 COMPILED = """
+import json
+import numpy as np
 import torch
+from subspan.adapters import AOEPTConfig
 from tests.adapters.aoept_models import absent, arrays, model_for, towers
 
 model, batch, missing = model_for(towers(layers=2), depth=1), arrays(4), absent((1, 0), (0, 1), (0, 0), (0, 0))
@@ -404,6 +407,7 @@ model.train()
 loss = compiled(**batch, missing=missing, labels=torch.arange(4) % 3).loss
 loss.backward()
 assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+json.dumps(AOEPTConfig(prompt_len=np.int64(3)).prompt_len)  # as a grid search of numpy's integers gives it
 """
 
 
@@ -440,8 +444,8 @@ def trainer_for(model, folder, **options):
     from subspan.adapters import GateCallback
 
     args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=16, per_device_eval_batch_size=30, learning_rate=1e-2,
-        report_to=[], disable_tqdm=True, logging_strategy="no", use_cpu=True, seed=0, **options,
+        output_dir=str(folder), per_device_eval_batch_size=30, learning_rate=1e-2, report_to=[], disable_tqdm=True,
+        logging_strategy="no", use_cpu=True, seed=0, **({"per_device_train_batch_size": 16} | options),
     )  # fmt: skip
 
     def accuracy(found):
@@ -484,6 +488,18 @@ def test_the_trainer_trains_evaluates_saves_and_resumes(tmp_path):
     for (name, a), (_, b) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)
     assert float(whole.model.kappa.detach()) != math.log(100)
+
+
+@pytest.mark.slow
+def test_the_trainer_accumulates_gradients_of_the_right_size(tmp_path):
+    """One step on two batches of 8, or on one of 16, moves the head alike."""
+    heads = []
+    for options in ({"per_device_train_batch_size": 16}, {"gradient_accumulation_steps": 2}):
+        model = model_for(clip(), alpha=0.0)
+        options = {"per_device_train_batch_size": 8, "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0} | options
+        trainer_for(model, tmp_path, **options).train()
+        heads.append(model.head.weight.detach())
+    torch.testing.assert_close(*heads, atol=1e-6, rtol=1e-4)
 
 
 def test_multi_label_data_uses_the_binary_loss_for_each_label():

@@ -87,6 +87,13 @@ def test_nan_in_a_modality_that_is_there_names_the_samples(kind):
     model_for(backbone)(**batch, missing=absent((0, 0), (0, 0), (0, 1), (0, 0)))
 
 
+def test_an_input_of_another_name_is_not_passed_over():
+    with pytest.raises(TypeError, match="unknown input 'text_msk'; this backbone takes text, text_mask, image"):
+        model_for(towers())(**arrays(4), text_msk=torch.ones(4, 5).bool())
+    with pytest.raises(ValueError, match="num_labels must be at least 1, got 0"):
+        model_for(towers(), labels=0)
+
+
 def test_heads_must_divide_every_width():
     with pytest.raises(ValueError, match="num_heads=16 does not divide 'image"):
         model_for(towers(), num_heads=16)
@@ -168,6 +175,8 @@ def test_collecting_from_an_evaluation_split_is_refused():
         PrototypeBank.collect(backbone, [], depth=1)
     with pytest.raises(ValueError, match="at least one of text"):
         PrototypeBank.collect(backbone, [{"labels": torch.zeros(3)}], depth=1)
+    with pytest.raises(ValueError, match="4 samples has 2 ids"):
+        PrototypeBank.collect(backbone, [arrays(4) | {"ids": [0, 1]}], depth=1)
     with pytest.raises(ValueError, match="disagree in the number of samples"):
         PrototypeBank.collect(backbone, [{"text": arrays(4)["text"], "image": arrays(3)["image"]}], depth=1)
 
@@ -182,6 +191,9 @@ def test_nm2i_says_what_it_needs():
         nm2i(model, [batch | {"missing": absent(*[(1, 0)] * 30)}], modality="text")
     with pytest.raises(ValueError, match="no prompts"):
         nm2i(model_for(towers(), depth=0), [batch], modality="text")
+    for few, estimator, least in (([], "ami", 20), ([arrays(19)], "ami", 20), ([arrays(19)], "gauss", 20)):
+        with pytest.raises(ValueError, match=f"takes at least {least}"):  # a code for each would be "identical"
+            nm2i(model, few, modality="text", estimator=estimator)
     assert not model.training
     nm2i(model.train(), [arrays(20), arrays(10, seed=1)], modality="text", n_clusters=3)
     assert model.training
@@ -353,8 +365,11 @@ def test_another_prompt_length_is_an_error_at_load_time():
 
 
 def test_a_folder_without_a_model_says_so(tmp_path):
-    with pytest.raises(DataError, match="holds no saved model"):
-        AOEPTModel.load(tmp_path, towers(), bank_for(towers()))
+    for content in (None, "{"):
+        if content:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(DataError, match="holds no saved model"):
+            AOEPTModel.load(tmp_path, towers(), bank_for(towers()))
 
 
 def test_banks_are_saved_and_read(tmp_path):
@@ -369,8 +384,9 @@ def test_banks_are_saved_and_read(tmp_path):
     other["image"][1, 2, 3] += 1e-6
     assert PrototypeBank(other).digest != bank.digest
     (tmp_path / "none.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(DataError, match="is no prototype bank"):
-        PrototypeBank.load(tmp_path / "none.safetensors")
+    for name in ("none.safetensors", "nowhere.safetensors"):
+        with pytest.raises(DataError, match="is no prototype bank"):
+            PrototypeBank.load(tmp_path / name)
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")

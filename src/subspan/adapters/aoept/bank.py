@@ -139,7 +139,7 @@ class PrototypeBank:
                 if about.get("axes") != AXES:
                     raise DataError(f"{os.fspath(path)} is no prototype bank: its axes are {about.get('axes')!r}")
                 tables = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise DataError(f"{os.fspath(path)} is no prototype bank: {error}") from error
         parts = [
             {name: tables[f"{kind}/{name}"] for name in json.loads(about["modalities"]) if f"{kind}/{name}" in tables}
@@ -236,6 +236,8 @@ def collect_rows(
             missing = missing_mask(backbone, inputs, batch.get("missing"), size, place)
             ids = batch.get("ids", range(seen, seen + size))
             ids = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
+            if len(ids) != size:
+                raise ValueError(f"a batch of {size} samples has {len(ids)} ids")
             seen += size
             check_finite(backbone, inputs, missing, ids)
             for names, hidden in _views(backbone, missing):

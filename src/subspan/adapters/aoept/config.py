@@ -1,6 +1,7 @@
 """What can be chosen."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 Construction = Literal["attention", "mlp", "init", "random", "reconstruct"]
@@ -63,8 +64,9 @@ class AOEPTConfig:
     def __post_init__(self) -> None:
         for name, low in (("prompt_len", 0), ("depth", 0), ("num_heads", 1), ("reduction", 1), ("shared_len", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < low:
+            if not isinstance(value, Integral) or value < low:
                 raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+            object.__setattr__(self, name, int(value))  # numpy's integers have no place in a json file
         if not 0 <= self.alpha < float("inf"):
             raise ValueError(f"alpha must be finite and not negative, got {self.alpha}")
         for name, kinds in (

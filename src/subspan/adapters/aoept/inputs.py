@@ -21,7 +21,11 @@ def split_batch(
     known = [name for modality in backbone.modalities for name in backbone.input_names(modality)]
     inputs = {name: batch[name].to(device) for name in known if batch.get(name) is not None}
     if not inputs:
-        raise ValueError(f"a batch needs at least one of {', '.join(known)}; it has {', '.join(batch)}")
+        given = ", ".join(name for name, x in batch.items() if x is not None) or "none"
+        raise ValueError(
+            f"a batch needs at least one of {', '.join(known)}; it has {given} (a Trainer drops columns that it does "
+            "not know, unless remove_unused_columns=False)"
+        )
     sizes = {name: len(x) for name, x in inputs.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"inputs disagree in the number of samples: {sizes}")

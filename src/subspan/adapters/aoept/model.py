@@ -73,6 +73,8 @@ class AOEPTModel(nn.Module):
 
     bank_digest: Tensor
     at_bound: Tensor
+    # The Trainer takes a forward with **inputs for one that divides its loss by the number of accumulated batches.
+    accepts_loss_kwargs = False
 
     def __init__(
         self,
@@ -88,6 +90,8 @@ class AOEPTModel(nn.Module):
         config = AOEPTConfig() if config is None else config
         if problem_type not in get_args(ProblemType):
             raise ValueError(f"problem_type must be one of {', '.join(get_args(ProblemType))}, got {problem_type!r}")
+        if num_labels < 1:
+            raise ValueError(f"num_labels must be at least 1, got {num_labels}")
         _check_fit(backbone, bank, config)
         self.options, self.num_labels, self.problem_type = config, num_labels, problem_type
         self.backbone = cast(Any, backbone)
@@ -137,9 +141,12 @@ class AOEPTModel(nn.Module):
             inputs: of other backbones, by name.
 
         Raises:
-            TypeError: ``missing`` is not boolean.
+            TypeError: ``missing`` is not boolean, or an input is not the backbone's.
             ValueError: shapes that do not fit, a sample without any modality, or NaN in a modality that is there.
         """
+        known = [name for modality in self.backbone.modalities for name in self.backbone.input_names(modality)]
+        if unknown := [name for name in inputs if name not in known]:
+            raise TypeError(f"unknown input {unknown[0]!r}; this backbone takes {', '.join(known)}")
         named = {
             "input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": pixel_values,
             "pixel_mask": pixel_mask, "token_type_ids": token_type_ids, **inputs,
@@ -270,13 +277,14 @@ class AOEPTModel(nn.Module):
             BaseMismatch: another bank, or a bank of another backbone.
             DataError: the folder does not hold such a model.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
             about = json.loads(Path(folder, "config.json").read_text("utf-8"))
             state = load_file(Path(folder, "model.safetensors"))
-        except FileNotFoundError as error:
-            raise DataError(f"{os.fspath(folder)} holds no saved model: there is no {error.filename}") from error
+        except (OSError, json.JSONDecodeError, SafetensorError) as error:
+            raise DataError(f"{os.fspath(folder)} holds no saved model: {error}") from error
         options = AOEPTConfig(**about["options"])
         model = cls(backbone, bank, options, num_labels=about["num_labels"], problem_type=about["problem_type"])
         model.load_state_dict(state)

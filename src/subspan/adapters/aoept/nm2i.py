@@ -63,7 +63,8 @@ def nm2i(
         seed: of clusters and shuffles.
 
     Raises:
-        ValueError: an unknown modality, estimator or stage, a model without prompts, or incomplete samples.
+        ValueError: an unknown modality, estimator or stage, a model without prompts, incomplete samples, or so few that
+            any two codings agree (below two for a cluster; below 20 for "gauss").
     """
     backbone = model.backbone
     if modality not in backbone.modalities:
@@ -77,17 +78,20 @@ def nm2i(
     model.eval()
     parts = [_layers(model, batch, modality, stage) for batch in complete_loader]
     model.train(was_training)
+    samples, least = sum(len(x[0]) for x, *_ in parts), 2 * n_clusters if estimator == "ami" else 20
+    if samples < least:
+        raise ValueError(f"{samples} samples are too few for this estimate: it takes at least {least}")
     kinds = [[np.concatenate(layer) for layer in zip(*kind, strict=True)] for kind in zip(*parts, strict=True)]
     reduce, compare = _ESTIMATORS[estimator]
     x, visible, y = ([reduce(layer, n_clusters, seed) for layer in kind] for kind in kinds)
-    shuffled = np.random.default_rng(seed).permutation(len(y[0]))
+    shuffled = np.random.default_rng(seed).permutation(samples)
     by_layer = {
         "value": [compare(a, b, seed) for a, b in zip(x, y, strict=True)],
         "ceiling": [compare(a, b, seed) for a, b in zip(visible, y, strict=True)],
         "floor": [compare(a, b[shuffled], seed) for a, b in zip(x, y, strict=True)],
     }
     means = {name: float(np.mean(values)) for name, values in by_layer.items()}
-    return NM2IReport(**means, by_layer=by_layer, estimator=estimator, samples=len(shuffled))
+    return NM2IReport(**means, by_layer=by_layer, estimator=estimator, samples=samples)
 
 
 def _layers(
@@ -114,7 +118,7 @@ def _layers(
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    return x.double().cpu().numpy()
+    return x.cpu().double().numpy()  # not every device has float64
 
 
 # ---------------------------------------------------------------------------------------------------------- estimators
