@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from subspan.data import SentenceClassifier
 from subspan.errors import ConfigError, NonFinite
 from subspan.tune import parse, plan, tune
-from subspan.tune.sentence import SentenceClassifier
 from tests.tune.stops import stopped_at
 
 FAST = {"interval": 2, "candidates": 2, "rank": 1}

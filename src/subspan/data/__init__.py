@@ -15,10 +15,20 @@ if TYPE_CHECKING:
     from subspan.data.neural import CountTrials, LatentSeries, MotorCortex, lorenz_thomas, motor_cortex, rotating_counts
     from subspan.data.pde import DarcyFlow, DarcyGenerator, NavierStokesGenerator, Vorticity
     from subspan.data.refusals import TOPICS, Request, topic_requests
+    from subspan.data.sentence import SentenceClassifier, classifier_class
     from subspan.data.shared import shared_file
     from subspan.data.synthetic import MisalignedMap, misaligned_linear_map
     from subspan.data.tables import NumberTable, iterate_rows, read_numbers
-    from subspan.data.text import Labels, Splits, limit_words, load_reviews, load_text, pick_columns, split_data
+    from subspan.data.text import (
+        Labels,
+        Splits,
+        guess_column,
+        limit_words,
+        load_reviews,
+        load_text,
+        pick_columns,
+        split_data,
+    )
 
 _HOMES = {
     "assets": ("ASSETS", "Asset", "ModelSource", "asset_path", "find_asset", "installed", "model_source"),
@@ -28,11 +38,21 @@ _HOMES = {
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
     "neural": ("CountTrials", "LatentSeries", "MotorCortex", "lorenz_thomas", "motor_cortex", "rotating_counts"),
     "refusals": ("TOPICS", "Request", "topic_requests"),
+    "sentence": ("SentenceClassifier", "classifier_class"),
     "shared": ("shared_file",),
     "pde": ("DarcyFlow", "DarcyGenerator", "NavierStokesGenerator", "Vorticity"),
     "synthetic": ("MisalignedMap", "misaligned_linear_map"),
     "tables": ("NumberTable", "iterate_rows", "read_numbers"),
-    "text": ("Labels", "Splits", "limit_words", "load_reviews", "load_text", "pick_columns", "split_data"),
+    "text": (
+        "Labels",
+        "Splits",
+        "guess_column",
+        "limit_words",
+        "load_reviews",
+        "load_text",
+        "pick_columns",
+        "split_data",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -55,16 +75,19 @@ __all__ = [
     "NavierStokesGenerator",
     "NumberTable",
     "Request",
+    "SentenceClassifier",
     "Splits",
     "Vorticity",
     "asset_path",
     "blogcatalog",
+    "classifier_class",
     "contextual_sbm",
     "digits",
     "digits_domain_shift",
     "digits_graphs",
     "find_asset",
     "golub",
+    "guess_column",
     "homophilous_edges",
     "installed",
     "iterate_rows",

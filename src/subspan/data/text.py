@@ -226,6 +226,27 @@ def _column(data: "Dataset", name: str) -> list[Any]:
     return values
 
 
+_USUAL = {
+    "text": ("text", "sentence", "content", "review", "prompt", "question", "instruction", "input"),
+    "label": ("label", "labels", "answer", "category", "class", "target", "response", "output"),
+}
+
+
+def guess_column(data: "Dataset", role: str, option: str) -> str:
+    """The column that has one of the usual names of a ``role``, "text" or "label".
+
+    Raises:
+        DataError: there is none; the message says that ``option`` names one.
+    """
+    for name in _USUAL[role]:
+        if name in data.column_names:
+            return name
+    raise DataError(
+        f"no column is called {', '.join(_USUAL[role])}; name one with {option} "
+        f"(columns are: {', '.join(data.column_names)})"
+    )
+
+
 def limit_words(data: "Dataset", words: int, column: str = "text") -> "Dataset":
     """Cut longer texts after ``words`` words; shorter texts stay as they are, whitespace included.
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from subspan.data import classifier_class, guess_column
 from subspan.errors import DataError, first_line
 from subspan.tune.config import Config
 from subspan.tune.sections import Data
-from subspan.tune.sentence import classifier_class
 from subspan.tune.tasks import CausalLM, Classification, Row
 
 
@@ -93,25 +93,15 @@ def load_task(config: Config) -> tuple[Classification | CausalLM, Rows]:
     return task, Rows(*(encode(p) for p in parts), labels=names)
 
 
-_TEXTS = ("text", "sentence", "content", "review", "prompt", "question", "instruction", "input")
-_LABELS = ("label", "labels", "answer", "category", "class", "target", "response", "output")
 _CLOSED = 20
 
 
 def column_names(table: Any, data: Data) -> dict[str, str]:
     """The columns that hold texts and labels: those that were named, or those with a usual name."""
-    return {"text": data.text or _guess(table, _TEXTS), "label": data.label or _guess(table, _LABELS)}
-
-
-def _guess(table: Any, names: Sequence[str]) -> str:
-    found = [n for n in names if n in table.column_names]
-    if not found:
-        what = "text" if names is _TEXTS else "label"
-        raise DataError(
-            f"no column is called {', '.join(names)}; name one with data.{what} "
-            f"(columns are: {', '.join(table.column_names)})"
-        )
-    return found[0]
+    return {
+        "text": data.text or guess_column(table, "text", "data.text"),
+        "label": data.label or guess_column(table, "label", "data.label"),
+    }
 
 
 def load_tokenizer(config: Config) -> Any:

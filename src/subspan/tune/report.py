@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from subspan.data import model_source
+from subspan.data import SentenceClassifier, classifier_class, model_source
 from subspan.linalg import LowRank, effective_rank, stable_rank
 from subspan.pages import Code, Figure, Page, Section, Table, Text
 from subspan.pages.plots import Curve, bars, curves, spectra
 from subspan.surgery import BaseShift, FactorPair, role_of, weight_matrix
 from subspan.tune.config import Config, dump
 from subspan.tune.folder import RunFolder
-from subspan.tune.sentence import SentenceClassifier, classifier_class
 
 _SHOWN = 32  # singular values kept per layer
 

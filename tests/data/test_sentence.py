@@ -3,16 +3,17 @@
 import torch
 from transformers import AutoModel
 
-from subspan.tune import SentenceClassifier
-from subspan.tune.sentence import masked_mean, pools_by_mean
+from subspan.data import SentenceClassifier
+from subspan.data.sentence import masked_mean, pools_by_mean
+from tests.tune.conftest import encoder, sentence_encoder  # noqa: F401  (fixtures)
 
 
-def test_the_folder_says_how_it_pools(encoder, sentence_encoder):
+def test_the_folder_says_how_it_pools(encoder, sentence_encoder):  # noqa: F811
     assert pools_by_mean(str(sentence_encoder))
     assert not pools_by_mean(str(encoder))
 
 
-def test_the_head_reads_the_mean_of_the_tokens_that_are_no_padding(sentence_encoder):
+def test_the_head_reads_the_mean_of_the_tokens_that_are_no_padding(sentence_encoder):  # noqa: F811
     torch.manual_seed(0)
     model = SentenceClassifier.from_pretrained(str(sentence_encoder), num_labels=3).eval()
     ids = torch.randint(6, 40, (2, 7))
