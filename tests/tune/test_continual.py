@@ -186,6 +186,30 @@ def test_a_killed_stream_goes_on_bit_for_bit(stream, tmp_path):
     assert equal(saved(tmp_path / "whole"), saved(tmp_path / "cut"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_stream_stopped_behind_a_task_leaves_no_checkpoints_and_the_same_report(stream, tmp_path, monkeypatch, times):
+    def build(name):
+        return parse(stream(max_steps=2, output=str(tmp_path / name), evaluate_every=None))
+
+    whole, write, calls = tune(build("whole")), Scores.write, []
+
+    def dying(self, writes):
+        write(self, writes)
+        calls.append(1)
+        if len(calls) == times:  # of the base, of the first task, of the second
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scores, "write", dying)
+    with pytest.raises(KeyboardInterrupt):
+        tune(build("cut"))
+    monkeypatch.setattr(Scores, "write", write)
+    cut = tune(build("cut"))
+    assert cut["facts"] == whole["facts"]
+    assert cut["continual"] == whole["continual"]
+    assert not list((tmp_path / "cut").rglob("checkpoints"))
+
+
 def test_checkpoints_of_a_memory_hold_no_base_model(stream, tmp_path, monkeypatch):
     stopped_at(4, parse(stream(max_steps=4, evaluate_every=None)), monkeypatch)
     (checkpoint,) = (tmp_path / "run" / "tasks" / "01-t0" / "checkpoints").glob("checkpoint-*")

@@ -203,13 +203,18 @@ def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -
         display.say(f"scoring {sum(len(rows.test) for _, rows in tasks)} held-out rows of {len(tasks)} tasks")
         return [score(task, model, rows.test, config.batch_size, display) for task, rows in tasks]
 
-    facts: dict[str, dict[str, Any]] = {}
+    def tidy() -> None:
+        """Checkpoints of finished tasks go, those that a killed run left too."""
+        for own in configs[: len(scores.after)] if processes.is_main_process else ():
+            shutil.rmtree(own.output / "checkpoints", ignore_errors=True)
+
     if scores.zero_shot is None:
         scores.zero_shot = score_all()
         scores.write(processes.is_main_process)
     elif scores.after:
         student.load(configs[len(scores.after) - 1].output / "adapter")
         display.say(f"continuing after task {names[len(scores.after) - 1]}")
+        tidy()
     for number in range(len(scores.after), len(tasks)):
         own, (task, rows) = configs[number], tasks[number]
         home = RunFolder(own.output)
@@ -235,15 +240,15 @@ def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -
         fit(run, parts, journal, last)
         student.end()
         scores.after.append(score_all())
+        scores.facts = run.facts
         if writes:
             student.save(home.adapter)
         scores.write(writes)
-        if writes:
-            shutil.rmtree(home.path / "checkpoints", ignore_errors=True)
-        facts = run.facts
+        tidy()
     if processes.is_main_process:
         display.say("writing the adapter and the report")
         student.save(folder.adapter)
+    facts = scores.facts
     facts["data"] = {
         name: f"{len(rows.train)} training, {len(rows.validation)} validation, {len(rows.test)} test rows"
         for name, (_, rows) in zip(names, tasks, strict=True)
@@ -268,19 +273,23 @@ def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -
 
 
 class Scores:
-    """The scores of every task's test rows: of the base model, and after each task; kept in a file as they come."""
+    """The scores of every task's test rows: of the base model, and after each task; kept in a file as they come.
+
+    ``facts`` is what the last task's training noted for the report.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.zero_shot: list[dict[str, float]] | None = None
         self.after: list[list[dict[str, float]]] = []
+        self.facts: dict[str, dict[str, Any]] = {}
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
-            self.zero_shot, self.after = kept["zero_shot"], kept["after"]
+            self.zero_shot, self.after, self.facts = (kept[name] for name in ("zero_shot", "after", "facts"))
 
     def write(self, writes: bool) -> None:
         if writes:
-            write_json(self.path, {"zero_shot": self.zero_shot, "after": self.after})
+            write_json(self.path, {"zero_shot": self.zero_shot, "after": self.after, "facts": self.facts})
 
     def outcome(self, names: list[str]) -> dict[str, Any]:
         """The matrix of the accuracy (of the loss, where a task's answers are free) and its summaries.
