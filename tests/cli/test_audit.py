@@ -84,6 +84,7 @@ def test_directions_are_trained_from_files_once(place, tmp_path):
     assert "user: rate" in out.with_suffix(".html").read_text()
 
 
+@pytest.mark.slow
 def test_a_full_checkpoint_is_a_direction_too(place, tmp_path):
     model = load_causal_lm(place["model"])
     with torch.no_grad():

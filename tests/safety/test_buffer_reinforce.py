@@ -523,7 +523,7 @@ def rows_of(first, answer, count, seed):
 
 
 FORBIDDEN, ORDINARY, YES, NO = 4, 5, 6, 7
-QUICK = Fit(steps=60, batch_size=8, lr=1e-2)
+QUICK = Fit(steps=25, batch_size=8, lr=2e-2)
 
 
 def answered(model, first=FORBIDDEN):
@@ -603,7 +603,7 @@ def test_kept_rows_count_by_what_they_have_lost_alone(aligned):
     model = adapters_on(aligned, "buffer", "user")
     ordinary = rows_of(ORDINARY, YES, 12, 3)
     model.set_adapter("user")
-    assert lost(model, collate, ordinary).item() == 0.0
+    assert lost(model, collate, ordinary).detach().item() == 0.0
     for pair in factor_pairs(model, "user"):
         pair.write(LowRank(20 * torch.randn(pair.A.shape, generator=torch.Generator().manual_seed(0)), pair.B))
     each = row_losses(model, collate, ordinary).per_row()
@@ -611,7 +611,7 @@ def test_kept_rows_count_by_what_they_have_lost_alone(aligned):
         base = row_losses(model, collate, ordinary).per_row()
     wanted = (each - (1.1 * base + 0.05)).clamp(min=0)
     assert wanted.max() > 0
-    assert lost(model, collate, ordinary).item() == pytest.approx(float(wanted.mean()))
+    assert lost(model, collate, ordinary).detach().item() == pytest.approx(float(wanted.mean()))
 
 
 def test_where_no_row_of_the_users_teaches_anything_kept_rows_move_nothing(aligned):

@@ -185,7 +185,7 @@ def test_training_stops_at_the_margin_and_at_nan(llama, words, monkeypatch):
 
 def test_steering_follows_the_direction_and_warns_where_it_does_not(llama, words):
     data = [{"prompt": f"w{i}", "answer": "w30 w31"} for i in range(8)]
-    found = Direction.from_data(llama, words, data, targets=FEED_FORWARD, steps=6, lr=5e-3)
+    found = Direction.from_data(llama, words, data, targets=FEED_FORWARD, steps=4, lr=8e-3)
     rows_ = encoded_rows(words, data, 64)
     probe = lambda m: -float(row_losses(m, words, rows_).per_row().mean())  # noqa: E731
     small_steps = (-0.2, -0.1, 0.0, 0.1, 0.2)  # far out an untrained model's loss is curved

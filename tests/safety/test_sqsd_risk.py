@@ -110,11 +110,12 @@ def found(table):
 
 def test_t4_scores_equal_autograd_on_pefts_factors_row_by_row(model, words, trio):
     danger, safety, state = trio
-    data = rows()
-    for batch_tokens in (1, 60, 4096):
+    data = rows(7)
+    one_by_one = by_autograd(model, words, data, *trio)
+    for batch_tokens in (1, 60):
         risk = SafetyRisk(model, danger, safety, tokenizer=words, init=state, batch_tokens=batch_tokens)
         got = found(risk.score(data))
-        torch.testing.assert_close(got, by_autograd(model, words, data, *trio), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(got, one_by_one, rtol=1e-8, atol=1e-8)
     single = small(torch.float32)
     risk = SafetyRisk(single, danger, safety, tokenizer=words, init=state)
     torch.testing.assert_close(found(risk.score(data)), got, rtol=1e-4, atol=1e-4)
@@ -388,13 +389,13 @@ class Killed(Exception):
 
 
 def test_a_killed_audit_goes_on_where_it_stopped_with_equal_bits(model, words, trio, tmp_path):
-    data = rows(12)
+    data = rows(8)
     options = dict(tokenizer=words, init=trio[2], batch_tokens=60)
     whole = SafetyRisk(model, trio[0], trio[1], **options).score(data)
     out, scored = tmp_path / "scores.parquet", []
 
     def stop(done, total):
-        if done >= 5:
+        if done >= 3:
             raise Killed
 
     with pytest.raises(Killed):
@@ -407,7 +408,7 @@ def test_a_killed_audit_goes_on_where_it_stopped_with_equal_bits(model, words, t
     score_batch = risk._score_batch
     risk._score_batch = lambda batch, recorder: scored.extend(r.number for r in batch) or score_batch(batch, recorder)
     table = risk.score(data, out)
-    assert 0 < len(scored) < 12
+    assert 0 < len(scored) < 8
     for name in whole.columns:
         assert table[name].tolist() == whole[name].tolist() or name == "se"
     assert table.facts["modules"] == whole.facts["modules"]

@@ -10,8 +10,9 @@ from subspan.errors import ConfigError, DataError
 from subspan.safety import Direction, RiskTable
 from subspan.tune import tune
 from subspan.tune.config import Config, parse
-from subspan.tune.loading import load_model, load_tokenizer
-from subspan.tune.parts.audit import WeightedBatches
+from subspan.tune.loading import load_model, load_task, load_tokenizer
+from subspan.tune.part import Run
+from subspan.tune.parts.audit import Audited, WeightedBatches
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,32 @@ def directions(causal, tmp_path_factory):
     return {name: str(home / name) for name in ("danger", "safety")}
 
 
-def test_the_riskiest_rows_are_dropped_and_a_resumed_run_drops_the_same(settings, directions, monkeypatch):
-    values = settings(audit={**directions, "drop_top": 0.25, "state": "zero"}, max_steps=4)
-    config = parse(values)
+def dropping(settings, directions, **changes):
+    values = settings(audit={**directions, "drop_top": 0.25, "state": "zero"}, **changes)
+    values["data"] |= {"train": 80}
+    return parse(values)
+
+
+def test_the_riskiest_rows_are_dropped(settings, directions):
+    config = dropping(settings, directions)
+    task, rows = load_task(config)
+    part, every = Audited(config.audit), list(rows.train)
+    run = Run(config, config.output, task, every, load_model(config, []), print)
+    part.prepare_base(run)
+    part.prepare_adapter(run)
+    assert len(RiskTable.read(config.output / "audit" / "scores.parquet")) == len(every) == 80
+    assert len(run.train) == 60
+    assert run.facts["audit"]["outcome"] == "20 dropped"
+    assert (config.output / "audit" / "scores.html").exists()
+    # the danger direction says "bad": the dropped rows are those that say so
+    kept = {r["row"] for r in run.train}
+    dropped = [r for r in every if r["row"] not in kept]
+    assert sum(r["target"] == task.labels.index("bad") for r in dropped) >= 17
+
+
+@pytest.mark.slow
+def test_a_resumed_run_drops_the_same_rows(settings, directions, monkeypatch):
+    config = dropping(settings, directions, max_steps=4)
     from subspan.tune.trainer import TuneTrainer
 
     step, seen = TuneTrainer.training_step, []
@@ -44,25 +68,16 @@ def test_the_riskiest_rows_are_dropped_and_a_resumed_run_drops_the_same(settings
     monkeypatch.setattr(TuneTrainer, "training_step", stopped)
     with pytest.raises(KeyboardInterrupt):
         tune(config)
-    table = RiskTable.read(config.output / "audit" / "scores.parquet")
-    assert len(table) == 180
-    assert len(seen[0]) == 135
+    assert len(seen[0]) == 60
     summary = tune(config)
     assert seen[-1] == seen[0]
-    assert summary["facts"]["audit"]["outcome"] == "45 dropped"
-    assert (config.output / "audit" / "scores.html").exists()
-    # the danger direction says "bad": the dropped rows are those that say so
-    from subspan.tune.loading import load_task
-
-    task, rows = load_task(config)
-    dropped = [r for r in rows.train if r["row"] not in seen[0]]
-    assert sum(r["target"] == task.labels.index("bad") for r in dropped) >= 40
+    assert summary["facts"]["audit"]["outcome"] == "20 dropped"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_edited_the_base_takes_the_scores_from_their_file(settings, directions, monkeypatch):
     audit = {**directions, "reweight": True, "state": "zero"}
     config = parse(settings(audit=audit, init="olora", max_steps=4))
-    from subspan.tune.parts.audit import Audited
     from subspan.tune.trainer import TuneTrainer
 
     step, calls = TuneTrainer.training_step, []

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from subspan.errors import ConfigError, SafetyError, TargetError
-from subspan.safety import adapter_digest, load_adapter
+from subspan.safety import adapter_digest, load_adapter, save_adapter
 from subspan.surgery import factor_pairs
 from subspan.tune import parse, tune
 from subspan.tune.loading import load_model, load_task
@@ -67,6 +67,19 @@ def provider(causal, rows, tmp_path_factory):
     return {"buffer": buffer, "reinforce": str(folder / "r" / "adapter")}
 
 
+@pytest.fixture(scope="module")
+def buffer(causal, rows, tmp_path_factory):
+    """Only a buffer, and one that was not trained: random factors."""
+    from peft import LoraConfig, get_peft_model
+
+    config = configured(causal, rows, "unused", "user", {"buffer": "b"})
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    model = get_peft_model(load_model(config, []), LoraConfig(**options), adapter_name="buffer")
+    folder = tmp_path_factory.mktemp("random") / "buffer"
+    save_adapter(model, folder, "buffer", "buffer", allow_buffer=True)
+    return str(folder)
+
+
 def tensors(path):
     return load_file(path / "adapter" / "adapter_model.safetensors")
 
@@ -104,7 +117,7 @@ def test_from_the_providers_adapters_to_one_plain_lora_without_a_trace_of_the_bu
         torch.testing.assert_close(pair.A[:, :4] @ pair.B[:, :4].mT, own, rtol=1e-4, atol=1e-6)
 
 
-def test_the_buffer_is_on_in_every_step_and_off_where_the_model_is_scored(run, provider, monkeypatch):
+def test_the_buffer_is_on_in_every_step_and_off_where_the_model_is_scored(run, buffer, monkeypatch):
     from subspan.tune.tasks import CausalLM
 
     seen = {"losses": set(), "score": set()}
@@ -117,7 +130,7 @@ def test_the_buffer_is_on_in_every_step_and_off_where_the_model_is_scored(run, p
             return original(self, model, batch)
 
         monkeypatch.setattr(CausalLM, name, spy)
-    tune(run("user", "user", {"buffer": provider["buffer"]}, evaluate_every=3, max_steps=3))
+    tune(run("user", "user", {"buffer": buffer}, evaluate_every=2, max_steps=2))
     assert seen == {"losses": {(True, True)}, "score": {(False, False)}}
 
 
@@ -234,6 +247,7 @@ def test_combinations_that_cannot_work_are_refused_with_the_reason(changes, word
         parse(base | changes)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_command_line_loads_in_the_library(run, provider):
     from peft import LoraConfig, get_peft_model
 

@@ -224,9 +224,10 @@ def auroc(score: np.ndarray, positive: np.ndarray) -> float:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Rank correlation; 0 where one of the two is constant and ranks nothing."""
     from scipy.stats import spearmanr
 
-    return float(spearmanr(a, b).statistic)
+    return float(spearmanr(a, b).statistic) if len(set(a)) > 1 and len(set(b)) > 1 else 0.0
 
 
 def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
@@ -269,8 +270,7 @@ def ranking(seed: int, smoke: bool, pool: str) -> list[Row]:
             note(method, "harm", trained[key], window=number)
         note(method, "first - last", harms[0] - harms[-1])
         note(method, "inversions", float(sum(b > a for a, b in pairwise(harms))))
-        flat = len(set(harms)) == 1
-        note(method, "rank correlation", 0.0 if flat else -spearman(np.arange(5), np.array(harms)))
+        note(method, "rank correlation", -spearman(np.arange(5), np.array(harms)))
     return out
 
 
