@@ -8,8 +8,8 @@ by a random permutation. E2 trains Mixtral's own code on Python source, byte by 
 import copy
 import math
 import sysconfig
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subspan.claims.claim import Cell, Claim, Plot, Results, Row, Statement
+from subspan.claims.claim import Cell, Claim, MissingResults, Plot, Results, Row, Statement
 from subspan.resize import (
     Moments,
     TileQConfig,
     TileQLinear,
+    activation_scale,
     calibrated_layers,
     fit_projection,
+    place_experts,
 )
+from subspan.resize.tileq.config import Features
 
 GPTQ, RTN = "GPTQ alone", "rounding to nearest"
 EQUAL, LARGE = "private factors, equal memory", "private factors, equal rank"
@@ -34,6 +37,11 @@ INDEX, RAW, OURS, BEST = "TileQ, index order", "TileQ, raw vectors", "TileQ, pro
 NEAREST, VECTORS = "TileQ, best of, rounded to nearest", "TileQ, best of, GPTVQ"
 
 PLANTED, TRAINED = "planted grid", "trained Mixtral"
+ERROR, LOSS = "relative output error", "increase of held-out loss"
+BITS, FACTORS = "bits per weight", "bits of factors"
+
+# Bytes of a window of text; exponent of the activation scale, chosen on the validation text with seed 100.
+LENGTH, EXPONENT = 64, 1.0
 
 
 def variants(base: TileQConfig, private: int) -> dict[str, tuple[TileQConfig, bool]]:
@@ -54,20 +62,36 @@ def variants(base: TileQConfig, private: int) -> dict[str, tuple[TileQConfig, bo
     }
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of all that is stored, and of the factors, for some weights."""
+
+    stored: int
+    factors: int
+    weights: int
+
+    @classmethod
+    def total(cls, parts: Iterable["Cost"]) -> "Cost":
+        return cls(*map(sum, zip(*((c.stored, c.factors, c.weights) for c in parts), strict=True)))
+
+    def rows(self, name: str, setting: dict[str, Any], seed: int) -> list[Row]:
+        bits = {BITS: self.stored, FACTORS: self.factors}
+        return [Row(name, setting, metric, seed, 8 * nbytes / self.weights) for metric, nbytes in bits.items()]
+
+
 def restored(
     projection: str, weights: Tensor, moments: Moments, config: TileQConfig, private: bool
-) -> tuple[Tensor, int, int]:
-    """The weights that a compressed projection stands for, the bytes it stores, and those of its factors."""
+) -> tuple[Tensor, Cost]:
+    """The weights that a compressed projection stands for, and what it costs."""
     if private:
-        parts = [
-            restored(projection, weights[e : e + 1], only(moments, e), config, False) for e in range(len(weights))
-        ]
-        return torch.cat([p[0] for p in parts]), sum(p[1] for p in parts), sum(p[2] for p in parts)
+        parts = [restored(projection, weights[e : e + 1], only(moments, e), config, False) for e in range(len(weights))]
+        return torch.cat([w for w, _ in parts]), Cost.total(cost for _, cost in parts)
     stored, fit = fit_projection(projection, weights, moments, config)
-    linear = TileQLinear(projection, *weights.shape, config)
+    linear = TileQLinear(projection, *fit.shape, config)
     linear.load_state_dict(stored)
     factors = sum(stored[name].nbytes for name in ("U", "V") if name in stored)
-    return torch.stack([linear.dequantize(e) for e in range(len(weights))]), fit.nbytes, factors
+    whole = torch.stack([linear.dequantize(e) for e in range(len(weights))])
+    return whole, Cost(fit.nbytes, factors, fit.weights)
 
 
 def only(moments: Moments, e: int) -> Moments:
@@ -77,29 +101,25 @@ def only(moments: Moments, e: int) -> Moments:
 # ---- E1
 
 
-def planted(seed: int, smoke: bool) -> list[Row]:
+def planted(seed: int, smoke: bool, *, draw: int) -> list[Row]:
     """E1: 16 experts (96 x 64) on a 4 x 4 grid of factors of rank 24; relative output error on their own inputs."""
     from sklearn.metrics import adjusted_rand_score
 
-    from subspan.resize import activation_scale, place_experts
-
-    weights, inputs, true = planted_experts(seed)
+    weights, inputs, true = planted_experts(10 * seed + draw)
     moments = Moments.of(list(inputs))
     base = TileQConfig(
-        bits=2, rank=24, grid=(4, 4), group_size=32, scale_exponent=1.0, scale_sharing="expert", rotation=False, seed=seed
-    )
-    rows, setting = [], {"model": PLANTED}
+        bits=2, rank=24, grid=(4, 4), group_size=32, scale_exponent=1.0, scale_sharing="expert", rotation=False,
+        seed=seed,
+    )  # fmt: skip
+    rows, setting = [], {"model": PLANTED, "draw": draw}
     truth = (inputs @ weights.mT).square().sum()
     for name, (config, private) in variants(base, private=6).items():
-        found, nbytes, factors = restored("gate", weights, moments, config, private)
+        found, cost = restored("gate", weights, moments, config, private)
         error = float(((inputs @ (weights - found).mT).square().sum() / truth).sqrt())
-        rows += [
-            Row(name, setting, "relative output error", seed, error),
-            Row(name, setting, "bits per weight", seed, 8 * nbytes / weights.numel()),
-            Row(name, setting, "bits of factors", seed, 8 * factors / weights.numel()),
-        ]
+        rows += [Row(name, setting, ERROR, seed, error), *cost.rows(name, setting, seed)]
     scales = activation_scale(moments.mean_abs, 1.0)
-    for name, kind in ((OURS, "projector"), (RAW, "vectors")):
+    kinds: dict[str, Features] = {OURS: "projector", RAW: "vectors"}
+    for name, kind in kinds.items():
         cells = place_experts(weights, scales, (4, 4), 24, kind=kind, seed=seed)
         for side, index in (("rows", 0), ("columns", 1)):
             rand = adjusted_rand_score(true[:, index], cells[:, index])
@@ -107,14 +127,14 @@ def planted(seed: int, smoke: bool) -> list[Row]:
     return rows
 
 
-def planted_experts(seed: int, k: int = 16, p: int = 64, q: int = 96, latent: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+def planted_experts(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (k x q x p), inputs (k x 256 x p) and the cell of each expert."""
+    k, side, p, q, latent = 16, 4, 64, 96, 24
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    side = round(k**0.5)
     spectrum = torch.arange(1, latent + 1) ** -0.5
     left, right = normal(side, p, latent), normal(side, latent, q)
     cells = torch.stack([torch.arange(k) // side, torch.arange(k) % side], 1)[torch.randperm(k, generator=generator)]
@@ -133,28 +153,33 @@ def planted_experts(seed: int, k: int = 16, p: int = 64, q: int = 96, latent: in
 @cache
 def source_text() -> Tensor:
     """The first 3 MB of the Python standard library's own source, as bytes."""
-    parts, size = [], 0
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size >= 3_000_000:
-            break
-    return torch.frombuffer(bytearray(b"".join(parts)[:3_000_000]), dtype=torch.uint8).long()
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = bytearray(b"".join(path.read_bytes() for path in files)[:3_000_000])
+    return torch.frombuffer(text, dtype=torch.uint8).long()
 
 
-def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    start = torch.randint(len(text) - length, (count, 1), generator=generator)
-    return text[start + torch.arange(length)]
+def split(smoke: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Text to train and calibrate on, to choose settings on, and to report on: the first 90 %, 5 % and 5 %."""
+    text = source_text()
+    n = len(text)
+    train, validation, test = text[: int(0.9 * n)], text[int(0.9 * n) : int(0.95 * n)], text[int(0.95 * n) :]
+    return train, validation, test[:2000] if smoke else test
 
 
-def trained_model(seed: int, steps: int, batch: int = 32, length: int = 64) -> nn.Module:
+def windows(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    start = torch.randint(len(text) - LENGTH, (count, 1), generator=generator)
+    return text[start + torch.arange(LENGTH)]
+
+
+def trained_model(seed: int, smoke: bool) -> nn.Module:
     """A Mixtral of two layers and 16 experts, which start as one feed-forward network plus noise (upcycled)."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(seed)
+    steps, experts, layers = (20, 4, 1) if smoke else (1200, 16, 2)
     shape = MixtralConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=16, num_experts_per_tok=2, max_position_embeddings=length,
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=experts, num_experts_per_tok=2, max_position_embeddings=LENGTH,
         output_router_logits=True, router_aux_loss_coef=0.01, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model: Any = MixtralForCausalLM(shape)
@@ -162,13 +187,12 @@ def trained_model(seed: int, steps: int, batch: int = 32, length: int = 64) -> n
         for name, w in model.named_parameters():
             if ".experts." in name:
                 w.copy_(w[:1] + 0.5 * w.std() * torch.randn_like(w))
-    text = source_text()
-    train = text[: int(0.9 * len(text))]
+    train, _, _ = split(smoke)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        x = windows(train, batch, length, generator)
+        x = windows(train, 32, generator)
         optimizer.zero_grad()
         model(input_ids=x, labels=x).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -178,51 +202,120 @@ def trained_model(seed: int, steps: int, batch: int = 32, length: int = 64) -> n
 
 
 @torch.no_grad()
-def loss(model: Any, text: Tensor, length: int = 64, batch: int = 256) -> float:
-    """Nats per byte, on whole windows."""
-    x = text[: len(text) // length * length].view(-1, length)
+def loss(model: Any, text: Tensor) -> float:
+    """Nats per byte, on windows side by side."""
+    x = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     total = 0.0
-    for part in x.split(batch):
+    for part in x.split(256):
         logits = model(input_ids=part, output_router_logits=False).logits[:, :-1]
         total += float(nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    return total / (x.shape[0] * (length - 1))
+    return total / (len(x) * (LENGTH - 1))
 
 
 @torch.no_grad()
-def compressed(model: nn.Module, batches: list[Tensor], config: TileQConfig, private: bool) -> tuple[nn.Module, int, int]:
-    """A copy with the weights that the compressed experts stand for, the bytes stored, and those of the factors."""
-    model = copy.deepcopy(model)
-    total, factors = 0, 0
+def compressed(model: nn.Module, batches: list[Tensor], config: TileQConfig, private: bool) -> tuple[nn.Module, Cost]:
+    """A copy with the weights that the compressed experts stand for, and what those cost."""
+    model, costs = copy.deepcopy(model), []
     for stage in calibrated_layers(model, batches, config):
         assert stage.moments is not None
         for projection, w in stage.experts.weights.items():
-            found, stored, own = restored(projection, w, stage.moments[projection], config, private)
+            found, cost = restored(projection, w, stage.moments[projection], config, private)
             w.copy_(found)  # a view of the model's weights: the next layer sees what this one gives now
-            total, factors = total + stored, factors + own
-    return model, total, factors
+            costs.append(cost)
+    return model, Cost.total(costs)
 
 
-def trained(seed: int, smoke: bool, *, exponent: float = 1.0) -> list[Row]:
+def trained(seed: int, smoke: bool) -> list[Row]:
     """E2: increase of the held-out loss of a byte-level Mixtral when its experts go to two bits."""
-    model = trained_model(seed, steps=20 if smoke else 1200)
-    text, generator = source_text(), torch.Generator().manual_seed(seed)
-    train, held = text[: int(0.9 * len(text))], text[int(0.95 * len(text)) :]
-    held = held[:2000] if smoke else held
-    batches = [windows(train, 32, 64, generator) for _ in range(2 if smoke else 16)]
+    model = trained_model(seed, smoke)
+    train, _, held = split(smoke)
+    generator = torch.Generator().manual_seed(seed)
+    batches = [windows(train, 32, generator) for _ in range(2 if smoke else 16)]
     base = TileQConfig(
-        bits=2, rank=16, grid=(4, 4), group_size=32, scale_exponent=exponent, rotation=False, seed=seed
-    )
-    weights = sum(w.numel() for name, w in model.named_parameters() if ".experts." in name)
-    full, setting, rows = loss(model, held), {"model": TRAINED}, []
-    rows.append(Row("full precision", setting, "held-out nats per byte", seed, full))
-    every = variants(base, private=4)
-    every[NEAREST] = (replace(base, quantizer="rtn"), False)
-    every[VECTORS] = (replace(base, quantizer="gptvq"), False)
+        bits=2, rank=16, grid=(2, 2) if smoke else (4, 4), group_size=32, scale_exponent=EXPONENT, rotation=False,
+        seed=seed,
+    )  # fmt: skip
+    full, setting = loss(model, held), {"model": TRAINED}
+    every = variants(base, private=4) | {
+        NEAREST: (replace(base, quantizer="rtn"), False),
+        VECTORS: (replace(base, quantizer="gptvq"), False),
+    }
+    rows = [Row("full precision", setting, "held-out nats per byte", seed, full)]
     for name, (config, private) in every.items():
-        found, nbytes, factors = compressed(model, batches, config, private)
-        rows += [
-            Row(name, setting, "increase of held-out loss", seed, loss(found, held) - full),
-            Row(name, setting, "bits per weight", seed, 8 * nbytes / weights),
-            Row(name, setting, "bits of factors", seed, 8 * factors / weights),
-        ]
+        found, cost = compressed(model, batches, config, private)
+        rows.append(Row(name, setting, LOSS, seed, loss(found, held) - full))
+        rows += cost.rows(name, setting, seed)
     return rows
+
+
+def cells(smoke: bool) -> list[Cell]:
+    draws = [Cell(f"{PLANTED} {draw}", planted, {"draw": draw}) for draw in range(1 if smoke else 3)]
+    return [*draws, Cell(TRAINED, trained)]
+
+
+# ---- statements
+
+
+def ratios(ours: str, other: str, metric: str, model: str) -> Callable[[Results], np.ndarray]:
+    """Ours over the other's, by seed and draw."""
+
+    def measure(r: Results) -> np.ndarray:
+        found = []
+        for method in (ours, other):
+            rows = r.where(method, metric, model=model)
+            if not len(rows):
+                raise MissingResults(f"no {metric!r} of {method!r}")
+            found.append([row.value for row in sorted(rows, key=lambda row: (row.seed, row.setting.get("draw", 0)))])
+        return np.array(found[0]) / np.array(found[1])
+
+    return measure
+
+
+def worst(other: str, metric: str = ERROR) -> Callable[[Results], float]:
+    return lambda r: float(ratios(OURS, other, metric, PLANTED)(r).max())
+
+
+def mean_increase(other: str) -> Callable[[Results], float]:
+    """Ratio of the mean increases of the loss."""
+    return lambda r: float(r.values(BEST, LOSS, model=TRAINED).mean() / r.values(other, LOSS, model=TRAINED).mean())
+
+
+def recovered(r: Results) -> float:
+    """The least adjusted Rand index of rows and columns."""
+    return min(row.value for row in r.where(OURS, model=PLANTED) if row.metric.startswith("adjusted Rand"))
+
+
+STATEMENTS = (
+    Statement("planted grid: rows and columns are found, every time", recovered, 1.0),
+    Statement("error over private factors of equal memory, at worst", worst(EQUAL), 0.70, "<="),
+    Statement("error over the same grid in index order, at worst", worst(INDEX), 0.65, "<="),
+    Statement("error over one-sided sharing of equal rank, at worst", worst(SIDED), 1.10, "<="),
+    Statement("with this share of its factors' memory", worst(SIDED, FACTORS), 0.401, "<="),
+    Statement("error over GPTQ alone, at worst", worst(GPTQ), 0.40, "<="),
+    Statement("trained Mixtral: increase of the loss over GPTQ alone's", mean_increase(GPTQ), 0.90, "<="),
+    Statement("over that of private factors of equal memory", mean_increase(EQUAL), 1.00, "<="),
+    Statement("over that of one-sided sharing, which stores more", mean_increase(SIDED), 1.25, "<="),
+    Statement("over that of rounding to nearest", mean_increase(RTN), 0.90, "<="),
+)
+
+NOTES = """\
+Planted grids favour the method by construction; the trained model does not, and there placement matters little. The
+held-out loss is of a small byte-level model: two layers, 16 experts of 64 x 128, groups of 32. At this size the factors
+cost 0.75 bit per weight and levels 0.56; in a model of real size 0.04 and 0.14. All costs are the bytes stored.
+"""
+
+CLAIM = Claim(
+    slug="tileq",
+    title="Factors shared on a grid of experts correct two-bit weights at a fraction of their own memory",
+    source="Gu et al., TileQ: Efficient Low-Rank Quantization of Mixture-of-Experts with 2D Tiling, ICML 2026",
+    cells=cells,
+    statements=STATEMENTS,
+    seeds=(500, 501, 502),
+    smoke_seeds=(0,),
+    plots=(
+        Plot("Relative output error on planted grids", ERROR, where={"model": PLANTED}),
+        Plot("Increase of the held-out loss of a trained Mixtral", LOSS, where={"model": TRAINED}),
+        Plot("Bits per weight of factors, trained Mixtral", FACTORS, where={"model": TRAINED}),
+    ),
+    notes=NOTES,
+)
