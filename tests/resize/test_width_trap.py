@@ -73,9 +73,10 @@ def test_t7_newton_schulz_amplifies_what_is_small_but_not_to_one():
             x = a * x + b * x**3 + c * x**5
         return x
 
-    assert reached(1e-4, "polar_express", 8) == pytest.approx(0.54, abs=0.01)
-    assert reached(1e-3, "polar_express", 8) == pytest.approx(1.0, abs=0.01)
+    assert reached(1e-4, "polar_express", 8, 1.1) == pytest.approx(0.54, abs=0.01)
+    assert reached(1e-3, "polar_express", 8, 1.1) == pytest.approx(1.0, abs=0.01)
     g, e = cloned(rand(16, 24), 2), rand(32, 48, seed=1)
+    e = e - trap_projection(e, 2)
     found = [
         escape_ratio(newton_schulz(g + eps * e * g.norm() / e.norm(), 5, "quintic"), 2).item()
         for eps in (1e-4, 1e-3, 1e-2, 1e-1)
@@ -96,14 +97,14 @@ def test_escape_of_zero_is_zero_and_batches_and_rectangles_count_one_by_one():
     x = rand(3, 6, 4)
     assert torch.equal(escape_ratio(x, (3, 2)), torch.stack([escape_ratio(m, (3, 2)) for m in x]))
     assert escape_ratio(rand(6, 4).bfloat16(), 2).dtype == torch.float32
-    with pytest.raises(ValueError, match="6 x 4|\\(6, 4\\)"):
+    with pytest.raises(ValueError, match=r"\(6, 4\) matrix"):
         escape_ratio(rand(6, 4), 4)
 
 
 def test_alignment_with_the_start_without_knowing_the_clones():
-    start = cloned(rand(5, 4), 2).float()
-    assert initial_alignment(cloned(rand(5, 4, seed=1), 2).float(), start) == pytest.approx(1, abs=1e-5)
-    other = rand(10, 8, seed=2).float()
+    start = cloned(rand(4, 4), 2).float()
+    assert initial_alignment(cloned(rand(4, 4, seed=1), 2).float(), start) == pytest.approx(1, abs=1e-5)
+    other = rand(8, 8, seed=2).float()
     assert initial_alignment(other, start) < 0.8
     assert initial_alignment(other, start, rank=1) < initial_alignment(other, start, rank=4)
-    assert initial_alignment(torch.zeros(10, 8), start) == 0
+    assert initial_alignment(torch.zeros(8, 8), start) == 0

@@ -54,7 +54,7 @@ def grow(
             out,
             factor,
             ffn_factor,
-            scheme=scheme,  # pyright: ignore[reportArgumentType]  (checked there)
+            scheme=scheme,
             noise_db=None if exact else noise_db,
             untie=not keep_tie,
             seed=seed,

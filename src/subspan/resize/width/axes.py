@@ -87,8 +87,10 @@ class Drawn:
         more = torch.randint(size, (wide - size,), generator=generator)
         index = torch.cat([torch.arange(size), more])
         # Normalised exponentials are Dirichlet(1).
-        raw = torch.empty(wide).exponential_(generator=generator) if split == "random" else torch.ones(wide)
-        return cls(index, raw / torch.zeros(size).index_add_(0, index, raw)[index])
+        raw = torch.ones(wide, dtype=torch.float64)
+        if split == "random":
+            raw.exponential_(generator=generator)
+        return cls(index, raw / raw.new_zeros(size).index_add_(0, index, raw)[index])
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Growth:
     @classmethod
     def of(
         cls,
-        factor: int,
+        factor: int | float,
         ffn_factor: int | float | None = None,
         split: str = "even",
         generator: torch.Generator | None = None,

@@ -14,7 +14,6 @@ from subspan.files import replacing, write_json
 from subspan.resize.width.axes import Growth, Layout
 from subspan.resize.width.model import axis_table, compare
 from subspan.resize.width.plan import Plan, plan, state
-from subspan.resize.width.tiling import Noise, Scheme
 
 PLAN = "grow.json"  # in a folder that is not finished: what is being written, so that only the same goes on
 _INDEX = "model.safetensors.index.json"
@@ -54,9 +53,9 @@ def grow_checkpoint(
     factor: int = 2,
     ffn_factor: int | float | None = None,
     *,
-    scheme: Scheme = "clone",
+    scheme: str = "clone",
     noise_db: float | None = 40.0,
-    noise: Noise = "row",
+    noise: str = "row",
     untie: bool = True,
     split: str = "even",
     seed: int = 0,

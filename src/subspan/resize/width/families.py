@@ -125,7 +125,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": _gemma,
     "mixtral": Family(_MOE | _LLAMA, _GROUPED | {"moe_ffn": "intermediate_size"}, "model.norm.*"),
     "olmoe": Family(
-        _MOE | {"*.q_norm": "heads", "*.k_norm": "kv_heads"} | _LLAMA,
+        _MOE | _LLAMA | {"*.q_norm": "heads", "*.k_norm": "kv_heads"},
         _GROUPED | {"moe_ffn": "intermediate_size"},
         "model.norm.*",
     ),

@@ -12,7 +12,7 @@ from subspan.errors import FunctionChanged
 from subspan.resize.width.axes import Growth, Layout
 from subspan.resize.width.optimizers import lr_multipliers
 from subspan.resize.width.plan import Plan, plan, rebuilt, state, unwrapped
-from subspan.resize.width.tiling import Noise, Scheme, expand_tensor, fold_tensor
+from subspan.resize.width.tiling import expand_tensor, fold_tensor
 
 __all__ = ["WidthReport", "expand_width", "fold_width", "trap_projected"]
 
@@ -77,9 +77,9 @@ def expand_width(
     factor: int = 2,
     ffn_factor: int | float | None = None,
     *,
-    scheme: Scheme = "clone",
+    scheme: str = "clone",
     noise_db: float | None = 40.0,
-    noise: Noise = "row",
+    noise: str = "row",
     untie: bool = True,
     split: str = "even",
     generator: torch.Generator | None = None,
@@ -125,7 +125,7 @@ def expand_width(
 
 
 @torch.no_grad()
-def fold_width(model: nn.Module, factor: int = 2, ffn_factor: int | None = None) -> nn.Module:
+def fold_width(model: nn.Module, factor: int = 2, ffn_factor: int | float | None = None) -> nn.Module:
     """The seed-size network that a wide one represents by its part inside the trap: n times the mean of the blocks.
 
     ``fold_width(expand_width(m)[0])`` computes what m does. Sums over input clones, means over all others.
@@ -145,7 +145,7 @@ def fold_width(model: nn.Module, factor: int = 2, ffn_factor: int | None = None)
 
 
 @torch.no_grad()
-def trap_projected(model: nn.Module, factor: int = 2, ffn_factor: int | None = None) -> nn.Module:
+def trap_projected(model: nn.Module, factor: int = 2, ffn_factor: int | float | None = None) -> nn.Module:
     """A copy of a wide network with every tensor replaced by the clones of its fold.
 
     It computes what ``fold_width(model)`` does, in the wide shape. Arguments and errors as there.
@@ -159,7 +159,7 @@ def trap_projected(model: nn.Module, factor: int = 2, ffn_factor: int | None = N
 
 
 @torch.no_grad()
-def trap_tensors(model: nn.Module, factor: int, ffn_factor: int | None = None) -> dict[str, Tensor]:
+def trap_tensors(model: nn.Module, factor: int, ffn_factor: int | float | None = None) -> dict[str, Tensor]:
     """Name -> clones of the fold of every tensor of a wide network."""
     found = _wide_plan(model, factor, ffn_factor)
     tensors = state(model)
@@ -169,7 +169,7 @@ def trap_tensors(model: nn.Module, factor: int, ffn_factor: int | None = None) -
     }
 
 
-def _wide_plan(model: nn.Module, factor: int, ffn_factor: int | None) -> Plan:
+def _wide_plan(model: nn.Module, factor: int, ffn_factor: int | float | None) -> Plan:
     return plan(model, Growth.of(factor, ffn_factor), untie=False, wide=True)
 
 

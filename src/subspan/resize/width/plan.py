@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from subspan.resize.width.axes import Family, Growth, Layout, Rule, Sizes, count, find_rule, gauge, head_dim
 from subspan.resize.width.families import family_of
-from subspan.resize.width.tiling import Noise, Scheme, add_noise, expand_tensor, seed_for
-from subspan.surgery import base_layer, parameter_owners
+from subspan.resize.width.tiling import add_noise, expand_tensor, seed_for
+from subspan.surgery import base_layer
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -44,9 +44,9 @@ class Plan:
     layouts: dict[str, Layout]
     ties: dict[str, str]
     untie: bool
-    scheme: Scheme = "clone"
+    scheme: str = "clone"
     noise_db: float | None = None
-    noise: Noise = "row"
+    noise: str = "row"
     seeds: int = 0
 
     def written(self) -> dict[str, Layout]:
@@ -125,9 +125,11 @@ def layouts_of(model: nn.Module, growth: Growth, *, wide: bool = False) -> tuple
 
 def ties_of(model: nn.Module, layouts: dict[str, Layout]) -> dict[str, str]:
     """Further names of shared parameters that grow. Raises ``ValueError`` unless they are embedding and head."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
     ties = {}
-    for places in parameter_owners(model).values():
-        first, *more = (name for name, _ in places)
+    for first, *more in names.values():
         for name in more:
             ends = {_fixed_end(layouts[n]) for n in (first, name)}
             grows = layouts[first].wide_shape != layouts[first].seed_shape
@@ -150,9 +152,9 @@ def plan(
     model: nn.Module,
     growth: Growth,
     *,
-    scheme: Scheme = "clone",
+    scheme: str = "clone",
     noise_db: float | None = 40.0,
-    noise: Noise = "row",
+    noise: str = "row",
     untie: bool = True,
     seeds: int = 0,
     wide: bool = False,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,11 +9,8 @@ from torch import Tensor
 
 from subspan.resize.width.axes import Layout, Segment
 
-Noise = Literal["row", "balanced"]
-Scheme = Literal["clone", "diagonal"]
 
-
-def expand_tensor(x: Tensor, layout: Layout, scheme: Scheme = "clone") -> Tensor:
+def expand_tensor(x: Tensor, layout: Layout, scheme: str = "clone") -> Tensor:
     """The wide tensor: every axis cloned, divided by the clones along the input axis (rules 1 to 4 of section 3.1).
 
     The scheme "diagonal" puts the seed's matrix on the diagonal blocks instead, I_n (x) W, for hidden layers.
@@ -99,7 +95,7 @@ def clone_counts(layout: Layout) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def add_noise(x: Tensor, layout: Layout, snr_db: float, noise: Noise, generator: torch.Generator) -> None:
+def add_noise(x: Tensor, layout: Layout, snr_db: float, noise: str, generator: torch.Generator) -> None:
     """Add N to one block of columns and subtract it from the next, in place: cloned inputs cancel it (section 3.3).
 
     ``N`` is Gaussian, fresh for every row of blocks ("row"), or with the opposite sign in every second one
