@@ -147,6 +147,16 @@ def test_t8_the_threshold_compares_with_the_users_own_rank():
         assert float(left.norm()) > 0.1
 
 
+@pytest.mark.parametrize("basis", ["svd", "gram"])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_the_threshold_is_on_energies_relative_to_the_largest(basis, scale):
+    columns = torch.linalg.qr(drawn(6, 5, 2, 2, 0)[0].A).Q
+    for second, kept in ((0.2, 2), (0.05, 1)):  # tau = 0.01: energies of 0.04 and 0.0025 of the largest
+        rows = torch.zeros(5, 2, dtype=torch.float64)
+        rows[0, 0], rows[1, 1] = scale, scale * second
+        assert output_subspace(LowRank(columns, rows), 0.01, basis).dim == kept
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 30), st.integers(1, 6))
 def test_t11_a_saturated_row_sends_a_bounded_gradient(seed, vocabulary, tokens):
@@ -190,6 +200,9 @@ def test_the_flat_variant_removes_one_vector_and_keeps_the_rank():
         merged = qr_merge(user, reinforce, alpha=alpha, weight=(0.7, 0.2), variant="flat")
         torch.testing.assert_close(merged.dense(), 0.7 * du + 0.2 * wanted, **EXACT)
         assert merged.rank == 5
+    along = (dr * du).sum() / du.norm()
+    share = damped(user, reinforce, 1.0, 0.01, variant="flat").removed_energy
+    assert share == pytest.approx(float((along / dr.norm()) ** 2))
     nothing = LowRank(torch.zeros(6, 3).double(), user.B)
     torch.testing.assert_close(qr_merge(nothing, reinforce, variant="flat").dense(), 0.5 * dr, **EXACT)
 
