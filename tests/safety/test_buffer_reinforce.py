@@ -99,6 +99,7 @@ def test_t9_the_merged_adapter_is_exact_and_survives_its_files(tmp_path, options
         for name in users
     }  # fmt: skip
     report = merge_reinforced(model, alpha=0.3)
+    assert role_of_adapter(model, "final") == "final"
     assert len(report.modules) == len(wanted) == 6
     assert "down_proj" in report.table()
     for pair in factor_pairs(model, "final"):

@@ -173,7 +173,7 @@ def test_training_stops_at_the_margin_and_at_nan(llama, words, monkeypatch):
     Direction.from_data(llama, words, data, targets=FEED_FORWARD, steps=50, stop_margin=1e9)
     assert len(steps) == 6  # five steps and one look
     monkeypatch.setattr(training, "row_losses", lambda *a: training.Losses(*(x * torch.nan for x in losses(*a))))
-    with pytest.raises(NonFinite, match="step 1; lower lr"):
+    with pytest.raises(NonFinite, match="the loss is nan in step 1: lower the rate"):
         Direction.from_data(llama, words, data, targets=FEED_FORWARD)
     with pytest.raises(DataError, match="at least two rows"):
         Direction.from_data(llama, words, data[:1])

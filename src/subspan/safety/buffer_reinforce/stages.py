@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subspan.errors import NonFinite, SafetyError
+from subspan.errors import SafetyError
 from subspan.safety.buffer_reinforce.attach import buffered
 from subspan.safety.buffer_reinforce.roles import mark_role
+from subspan.safety.descent import adamw_steps
 from subspan.surgery.answers import IGNORED, Batch, Losses, answer_logits, on_device_of, target_losses
 
 Row = Mapping[str, Any]
@@ -300,7 +301,6 @@ def lost(model: Any, collate: Collate, rows: Sequence[Row], gate: Gate = Gate())
 def descend(model: nn.Module, losses: Iterator[Tensor], fit: Fit) -> Iterator[float]:
     """AdamW over ``fit.steps`` losses, cosine after a short warm-up; gives each step's loss."""
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, fit.lr, weight_decay=fit.weight_decay)
     rising = round(fit.warmup * fit.steps)
 
     def rate(step: int) -> float:
@@ -308,19 +308,10 @@ def descend(model: nn.Module, losses: Iterator[Tensor], fit: Fit) -> Iterator[fl
             return (step + 1) / (rising + 1)
         return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(fit.steps - rising, 1)))
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
-    for step in range(fit.steps):
-        loss = next(losses)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise NonFinite(f"the loss is {value} in step {step + 1}: lower the rate, or look at the rows")
-        loss.backward()
-        nn.utils.clip_grad_norm_(params, fit.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        yield value
+    yield from adamw_steps(
+        params, losses, fit.steps, fit.lr, weight_decay=fit.weight_decay, rate=rate, max_grad_norm=fit.max_grad_norm
+    )
     model.eval()
 
 

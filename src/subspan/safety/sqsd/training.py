@@ -1,6 +1,6 @@
 """Directions from data: a short LoRA training on rows (SFT), or on pairs of a preferred and a rejected answer (DPO)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from subspan.errors import DataError, NonFinite
+from subspan.errors import DataError
 from subspan.linalg import LowRank
+from subspan.safety.descent import adamw_steps
 from subspan.safety.sqsd.direction import Direction, fresh_state, on_device
 from subspan.safety.sqsd.tokens import Tokens, row_tokens
 from subspan.surgery import find_targets, plain_layers, side_paths, undisturbed
@@ -46,6 +47,17 @@ def encoded_rows(
     prompt = None if answer is None else "prompt"
     found = [row_tokens(row, i, tokenizer, max_length, prompt=prompt, answer=answer) for i, row in enumerate(rows, 1)]
     return [row for row in found if not row.reason]
+
+
+def _batches(order: list[int], size: int, generator: torch.Generator) -> Iterator[list[int]]:
+    """Batches without end, shuffled anew where the rest is smaller than one; all there is where that is less."""
+    at = 0
+    while True:
+        if at + size > len(order):
+            order = [order[i] for i in torch.randperm(len(order), generator=generator).tolist()]
+            at = 0
+        yield order[at : at + size]
+        at += size
 
 
 def train_direction(
@@ -120,8 +132,7 @@ def train_direction(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(items), generator=generator).tolist()
     held = order[: max(1, len(order) // 10)] if stop_margin is not None else []
-    train = order[len(held) :]
-    optimizer = torch.optim.AdamW([p for z in factors.values() for p in (z.A, z.B)], lr=lr, weight_decay=0.0)
+    draws = _batches(order[len(held) :], batch_size, generator)
 
     def log_likelihoods(part: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         both = -row_losses(model, tokenizer, [p[0] for p in part] + [p[1] for p in part]).total
@@ -141,20 +152,9 @@ def train_direction(
             reference = torch.stack([base[i] for i in indices])
             return dpo_loss(*log_likelihoods(part), reference[:, 0], reference[:, 1], beta)
 
-        with side_paths(layers, factors, state.scaling):
-            at = 0
-            for step in range(1, steps + 1):
-                if at + batch_size > len(train):
-                    train = [train[i] for i in torch.randperm(len(train), generator=generator).tolist()]
-                    at = 0
-                with torch.enable_grad():
-                    loss = loss_of(train[at : at + batch_size])
-                    if not loss.isfinite():
-                        raise NonFinite(f"the loss of the direction is {loss.item()} in step {step}; lower lr")
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                at += batch_size
+        with side_paths(layers, factors, state.scaling), torch.enable_grad():
+            params = [p for z in factors.values() for p in (z.A, z.B)]
+            for step, _ in enumerate(adamw_steps(params, map(loss_of, draws), steps, lr), 1):
                 if stop_margin is not None and step % 5 == 0:
                     with torch.no_grad():
                         if float(loss_of(held)) < stop_margin:
