@@ -315,6 +315,7 @@ class _Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 def test_the_callback_logs_while_a_trainer_trains(tmp_path):
     from subspan.resize import TrapCallback
 
