@@ -127,6 +127,17 @@ def test_t9_merged_into_the_base_it_computes_the_same():
     torch.testing.assert_close(logits(other.unload()), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_t9_the_base_is_rounded_once_when_it_takes_the_change():
+    model = three(llama(layers=1)).to(torch.bfloat16)
+    before = {p.name: p.layer.base_layer.weight.float() for p in factor_pairs(model, "user")}
+    merge_reinforced(model, into="final")
+    changes = {p.name: change(p).float() for p in factor_pairs(model, "final")}
+    merge_reinforced(model, merge_into_base=True)
+    for pair in factor_pairs(model, "user"):
+        wanted = (before[pair.name] + changes[pair.name]).bfloat16()
+        assert (pair.layer.base_layer.weight == wanted).float().mean() > 0.99  # summed in another order
+
+
 def test_t9_recompression_reports_its_error():
     model = three()
     report = merge_reinforced(model, rank=2)
@@ -494,6 +505,8 @@ def test_the_choice_of_a_merge():
         (1.0, (0.5, 0.5), Scores(0.0, 2.0, 70.0)),
     ]
     assert best_of(rows) == (0.1, (1.0, 0.3), rows[1][2], True)
+    dearer = [rows[1], (0.0, (0.5, 0.5), Scores(0.0, 0.0, rows[1][2].accuracy - 1.5))]
+    assert best_of(dearer) == (0.1, (1.0, 0.3), rows[1][2], True)  # less harm at more than a point of accuracy
     assert best_of(rows[2:3]) == (1.0, (1.0, 0.5), rows[2][2], False)
     model = three()
     seen = []

@@ -46,6 +46,7 @@ def test_t1_factored_products_and_norms_equal_the_dense_ones(sizes):
     norm_sq = dw.square().sum((1, 2))
     scale = norm_sq.sqrt() * v.norm()
     torch.testing.assert_close(found.norm_sq, norm_sq, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.grad_sq, ga.square().sum((1, 2)) + gb.square().sum((1, 2)), rtol=1e-10, atol=0)
     assert ((found.dots[:, 0] - (dw * v.dense()).sum((1, 2))).abs() <= 1e-10 * scale).all()
     cosine = contributions("cosine", found.dots, found.norm_sq[:, None], v.norm()[None])
     direct = torch.nn.functional.cosine_similarity(dw.flatten(1), v.dense().flatten()[None], dim=1)
