@@ -13,6 +13,7 @@ __all__ = [
     "adapters",
     "claims",
     "data",
+    "inspect",
     "linalg",
     "models",
     "optim",

@@ -17,10 +17,10 @@ from subspan.claims.claim import Cell, Claim, Plot, Results, Row, Statement
 from subspan.linalg import Eigh, Subspace, lanczos
 from subspan.theory import (
     DeepUFM,
-    LayerRows,
     UFMOptimum,
     alignment,
     collapse_spectra,
+    layer_rows,
     linear_hessian,
     natural_basis,
     train_ufm,
@@ -137,9 +137,10 @@ def compared(model: nn.Module, x: Tensor, y: Tensor, loss: str, setting: dict[st
     weights = [double.get_submodule(name).weight for name in LAYERS.values()]
     found = torch.autograd.grad(mse if loss == "mse" else nn.functional.cross_entropy(z, y), weights)  # pyright: ignore
     gradients = dict(zip(LAYERS, (g.flatten() for g in found), strict=True))
+    held = layer_rows(double, batches, list(LAYERS.values()), loss=loss)
     rows: list[Row] = []
     for number, name in LAYERS.items():
-        G = LayerRows(double, batches, double.get_submodule(name), loss).dense()
+        G = held[name].dense()
         values, vectors = torch.linalg.eigh(G)
         exact = Eigh(values.flip(0), vectors.flip(1))
         place = setting | {"layer": number}
@@ -277,10 +278,10 @@ STATEMENTS = (
 )  # fmt: skip
 
 NOTES = """Settings and scale are those of the specification; nothing was tuned here. Honest limits: in hidden ReLU
-layers no gap separates K² outliers from the rest (see the gap behind K²), although the leading ones are predicted; under
-cross-entropy plain class means do not predict eigenvalues at this distance from collapse. The share of the gradient
-in the K² directions falls during training in hidden ReLU layers. Lanczos gets as many products per layer as both
-passes of ritz cost for all layers together."""
+layers no gap separates K² outliers from the rest (see the gap behind K²), although the leading ones are predicted;
+under cross-entropy plain class means do not predict eigenvalues at this distance from collapse. The share of the
+gradient in the K² directions falls during training in hidden ReLU layers. Lanczos gets as many products per layer as
+both passes of ritz cost for all layers together."""
 
 CLAIM = Claim(
     slug="collapse_spectra",

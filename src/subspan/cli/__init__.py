@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from subspan import __version__
-from subspan.cli import assets, audit, claims, compress, facilities, grow, hubs, tune
+from subspan.cli import assets, audit, claims, compress, facilities, grow, hubs, inspect, tune
 from subspan.errors import SubspanError
 
 # Verbs that, run again after Ctrl-C, continue where they stopped.
-_RESUMED = {"audit", "tune", "claims", "facilities", "grow", "compress"}
+_RESUMED = {"audit", "tune", "claims", "facilities", "grow", "compress", "inspect"}
 
 
 class _Verbs(typer.core.TyperGroup):
@@ -47,6 +47,7 @@ app = typer.Typer(
 )
 app.command("tune")(tune.tune)
 app.command("audit")(audit.audit)
+app.command("inspect")(inspect.inspect)
 app.command("grow")(grow.grow)
 app.command("compress")(compress.compress)
 app.command("hubs")(hubs.hubs)

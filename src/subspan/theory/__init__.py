@@ -2,7 +2,14 @@
 
 from subspan.theory.collapse.callback import CollapseSpectraCallback
 from subspan.theory.collapse.metrics import CollapseMetrics
-from subspan.theory.collapse.oracle import LayerRows, exact_layer_ggn, hessian_product
+from subspan.theory.collapse.oracle import (
+    LayerRows,
+    MeasuredSpectrum,
+    exact_layer_ggn,
+    hessian_product,
+    layer_rows,
+    measured_spectra,
+)
 from subspan.theory.collapse.report import LayerSpectrum, SpectrumReport
 from subspan.theory.collapse.spectra import collapse_spectra
 from subspan.theory.collapse.statistics import Sums
@@ -42,6 +49,7 @@ __all__ = [
     "LayerRows",
     "LayerSpectrum",
     "MachineRun",
+    "MeasuredSpectrum",
     "MissingTransition",
     "Mistake",
     "Run",
@@ -66,9 +74,11 @@ __all__ = [
     "exact_layer_ggn",
     "growth",
     "hessian_product",
+    "layer_rows",
     "linear_hessian",
     "load_compiled",
     "measured_scale",
+    "measured_spectra",
     "natural_basis",
     "needed_bits",
     "paper_scale",

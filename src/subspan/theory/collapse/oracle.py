@@ -1,68 +1,84 @@
 """What predictions are measured against: the exact Gauss-Newton matrix of a layer, and products with its Hessian."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from subspan.linalg import Eigh, leading_eigh
+from subspan.linalg import Eigh, Subspace, lanczos, leading_eigh
 from subspan.surgery import base_layer
 from subspan.surgery.moments.stream import calibrating
 from subspan.theory.collapse.estimators import gauss_newton_product
 from subspan.theory.collapse.losses import checked_loss, root_product, values
 from subspan.theory.collapse.passes import checked_layers
+from subspan.theory.collapse.report import LayerSpectrum, SpectrumReport
 from subspan.theory.collapse.statistics import Forward, capture, default_forward, wide
 
 DENSE = 4096  # the largest p q whose matrix is formed
 
 
+@dataclass(frozen=True)
 class LayerRows:
-    """A layer's Gauss-Newton matrix G (p q x p q) by the Jacobians of all samples: products, and G where it is small.
+    """A layer's Gauss-Newton matrix G (p q x p q) by S and X of all samples: products, and G where it is small."""
 
-    Args:
-        model: the classifier.
-        loader: batches.
-        layer: the module.
-        loss: "mse" or "ce".
-        forward_fn: (model, batch) -> (logits, labels).
-    """
+    parts: list[tuple[Tensor, Tensor]]  # S (k b t p) and X (b t q) of each batch
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loader: Iterable[Any],
-        layer: nn.Module,
-        loss: str,
-        forward_fn: Forward = default_forward,
-    ) -> None:
-        kind = checked_loss(loss)
-        self.parts: list[tuple[Tensor, Tensor]] = []
-        with calibrating(model):
-            for batch in loader:
-                logits, _, jacobians = capture(model, {"layer": layer}, batch, forward_fn)
-                A, X = jacobians["layer"]
-                self.parts.append((root_product(kind, logits, A), X))
-        self.samples = sum(len(X) for _, X in self.parts)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(p, q)."""
         S, X = self.parts[0]
-        self.shape = (S.shape[3], X.shape[2])
-        self.like = X.new_zeros(1)
+        return S.shape[3], X.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """A number of the dtype and device that ``product`` takes."""
+        return self.parts[0][1].new_zeros(1)
 
     def product(self, v: Float[Tensor, "pq *r"]) -> Float[Tensor, "pq *r"]:
         """G v for a vector, or a block of columns."""
         U = v.reshape(v.shape[0], -1).T.reshape(-1, *self.shape)
-        total = sum((gauss_newton_product(S, X, U) for S, X in self.parts), torch.zeros_like(U)) / self.samples
-        return total.flatten(1).T.reshape(v.shape)
+        total = sum((gauss_newton_product(S, X, U) for S, X in self.parts), torch.zeros_like(U))
+        return (total / sum(len(X) for _, X in self.parts)).flatten(1).T.reshape(v.shape)
 
     def dense(self) -> Float[Tensor, "pq pq"]:
         """G, in float64 where the device has it."""
-        out: Tensor = torch.zeros((), device=self.like.device)
+        out = wide(self.like)
         for S, X in self.parts:
             rows = wide(torch.einsum("kbtp,btq->kbpq", S, X).flatten(0, 1).flatten(1))
             out = out + rows.T @ rows
-        return out / self.samples
+        return out / sum(len(X) for _, X in self.parts)
+
+
+def layer_rows(
+    model: nn.Module,
+    loader: Iterable[Any],
+    layers: Sequence[str],
+    *,
+    loss: str = "ce",
+    forward_fn: Forward = default_forward,
+) -> dict[str, LayerRows]:
+    """Hold the Jacobians of all samples (K p + q numbers per location) for several layers, from one pass.
+
+    Args:
+        model: the classifier.
+        loader: batches.
+        layers: names.
+        loss: "mse" (the halved squared distance) or "ce".
+        forward_fn: (model, batch) -> (logits, labels).
+    """
+    kind, modules = checked_loss(loss), checked_layers(model, layers)
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in modules}
+    with calibrating(model):
+        for batch in loader:
+            logits, _, jacobians = capture(model, modules, batch, forward_fn)
+            for name, (A, X) in jacobians.items():
+                parts[name].append((root_product(kind, logits, A), X))
+    return {name: LayerRows(held) for name, held in parts.items()}
 
 
 def exact_layer_ggn(
@@ -78,8 +94,6 @@ def exact_layer_ggn(
 ) -> Eigh:
     """The k leading eigenpairs of a layer's Gauss-Newton matrix (p q x p q), without approximation; for small layers.
 
-    It holds the Jacobians of all samples, K p numbers each, and for "dense" the matrix.
-
     Args:
         model: the classifier.
         loader: batches.
@@ -93,13 +107,75 @@ def exact_layer_ggn(
     """
     if method not in ("auto", "dense", "lanczos"):
         raise ValueError(f"method must be 'auto', 'dense' or 'lanczos', got {method!r}")
-    rows = LayerRows(model, loader, checked_layers(model, [layer])[layer], loss, forward_fn)
+    rows = layer_rows(model, loader, [layer], loss=loss, forward_fn=forward_fn)[layer]
     n = rows.shape[0] * rows.shape[1]
     if method == "dense" or (method == "auto" and n <= DENSE):
         values, vectors = torch.linalg.eigh(rows.dense())
         return Eigh(values.flip(0)[:k].clamp(min=0), vectors.flip(1)[:, :k])  # rounding leaves zeros negative
     generator = generator or torch.Generator().manual_seed(0)
     return leading_eigh(rows.product, min(k, n), n=n, like=rows.like, generator=generator)
+
+
+class MeasuredSpectrum(NamedTuple):
+    """Lanczos on a layer's Gauss-Newton matrix beside a prediction of it.
+
+    Attributes:
+        eigenvalues: Ritz values, descending: the first few are eigenvalues, the last stand for the bulk.
+        overlap: mean squared cosine of the angles between the leading eigenspaces, measured and predicted, of as many
+            dimensions as there are classes (nan where nothing was predicted).
+    """
+
+    eigenvalues: Float[Tensor, " s"]
+    overlap: float
+
+
+def measured_spectra(
+    model: nn.Module,
+    loader: Iterable[Any],
+    report: SpectrumReport,
+    layers: Sequence[str],
+    *,
+    steps: int = 20,
+    held: int = 2**27,
+    forward_fn: Forward = default_forward,
+) -> Iterator[tuple[str, MeasuredSpectrum]]:
+    """Measure what ``report`` predicts, layer by layer, by ``steps`` products with the exact matrix of each.
+
+    Args:
+        model: the classifier.
+        loader: the batches of the report.
+        report: of ``collapse_spectra``.
+        layers: names.
+        steps: of Lanczos.
+        held: numbers of Jacobians that may be held at once; more layers fit into one pass over the data.
+        forward_fn: (model, batch) -> (logits, labels).
+    """
+    group: list[str] = []
+    room = held
+    for name in [*layers, None]:
+        size = math.inf if name is None else report[name].jacobian_size * sum(report.counts)
+        if group and size > room:
+            rows = layer_rows(model, loader, group, loss=report.loss, forward_fn=forward_fn)
+            for member in group:
+                yield member, _measured(rows.pop(member), report[member], steps)
+            group, room = [], held
+        if name is not None:
+            group.append(name)
+            room -= int(size)
+
+
+def _measured(rows: LayerRows, layer: LayerSpectrum, steps: int) -> MeasuredSpectrum:
+    size = rows.shape[0] * rows.shape[1]
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(rows.like)
+    krylov = lanczos(rows.product, start, min(steps, size))
+    values, vectors = krylov.ritz()
+    k = min(layer.classes, len(values), int((layer.eigenvalues > 0).sum()))
+    if not k:
+        return MeasuredSpectrum(values.flip(0).clamp(min=0), math.nan)
+    exact = Subspace.span(krylov.Q @ vectors.flip(1)[:, :k])
+    predicted = torch.stack([layer.eigenvector(j).flatten() for j in range(k)], 1)
+    # G is positive semidefinite: what is below zero is rounding
+    return MeasuredSpectrum(values.flip(0).clamp(min=0), float(exact.overlap(Subspace.span(predicted.to(exact.Q)))))
 
 
 def hessian_product(

@@ -22,7 +22,8 @@ def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict
     Raises:
         TargetError: an unknown name, a module without a weight matrix, or a weight that several layers share.
     """
-    known = {n: m for n, m in matrix_layers(model).items() if not isinstance(base_layer(m), nn.Embedding)}
+    layers = {name: _called(module) for name, module in matrix_layers(model).items()}
+    known = {name: m for name, m in layers.items() if not isinstance(base_layer(m), nn.Embedding)}
     if unknown := [name for name in names or () if name not in known]:
         raise TargetError(no_match(model, unknown))
     owners = parameter_owners(model)
@@ -35,6 +36,13 @@ def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict
             other = next(key for key in shared[name] if key != f"{name}.weight")
             raise TargetError(f"{name} shares its weight with {other}; its curvature is not that of one layer")
     return {name: known[name] for name in names}
+
+
+def _called(module: nn.Module) -> nn.Module:
+    """What runs in a layer's place: under peft's ``modules_to_save`` the trained copy."""
+    saved: Any = getattr(module, "modules_to_save", {})
+    active = [name for name in getattr(module, "active_adapters", ()) if name in saved]
+    return saved[active[0]] if active else module
 
 
 class Passes:

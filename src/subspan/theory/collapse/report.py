@@ -84,6 +84,11 @@ class LayerSpectrum:
         gradient: the gradient beside the directions.
         weights: the weight beside the class means.
         shares: of the trace, by Papyan's class, cross and within parts ("between" only, else empty).
+        classes: K.
+        locations: mean number of positions, patches or calls of the layer per sample.
+        directions: D_q, as factors.
+        coefficients: of the eigenvectors over the directions, as columns.
+        span: an orthonormal frame of the directions.
     """
 
     name: str
@@ -99,9 +104,15 @@ class LayerSpectrum:
     weights: WeightSpectrum
     shares: Mapping[str, float]
     classes: int
+    locations: float
     directions: Directions | Products
     coefficients: Float[Tensor, "d v"]
     span: Frame
+
+    @property
+    def jacobian_size(self) -> int:
+        """Numbers that hold one sample's Jacobians and inputs."""
+        return round(self.locations * (self.classes * self.shape[0] + self.shape[1]))
 
     @property
     def trace_ratio(self) -> float:

@@ -147,6 +147,7 @@ def collapse_spectra(
             weights=WeightSpectrum.of(weight, layer.features),
             shares=_shares(second[f"{name}/products"], means, layer.trace) if estimator == "between" else {},
             classes=len(means.count),
+            locations=layer.locations,
             directions=directions,
             coefficients=pairs.vectors,
             span=frame,
