@@ -164,6 +164,33 @@ def test_t5_swapping_the_directions_changes_the_sign(model, words, trio):
     assert share == pytest.approx(1.0)
 
 
+def test_one_term_alone_is_the_score_with_its_sign(model, words, trio):
+    danger, safety, state = trio
+    for terms, sign in (("danger", 1), ("safety", -1)):
+        table = SafetyRisk(model, danger, safety, tokenizer=words, init=state, terms=terms).score(rows(3))
+        assert table["score"].tolist() == (sign * table[terms]).tolist()
+
+
+def test_rows_beyond_the_first_chunk_keep_their_numbers(model, words, trio, monkeypatch):
+    from subspan.safety.sqsd import risk as module
+
+    score = SafetyRisk(model, trio[0], trio[1], tokenizer=words, init=trio[2]).score
+    whole = score(rows(7))
+    monkeypatch.setattr(module, "_CHUNK", 3)
+    parts = score(rows(7))
+    assert parts["row"].tolist() == list(range(1, 8))
+    torch.testing.assert_close(torch.tensor(parts["score"]), torch.tensor(whole["score"]), rtol=1e-8, atol=1e-8)
+
+
+def test_a_layer_that_runs_twice_is_refused(words):
+    twice = small()
+    blocks = twice.model.decoder.layers
+    blocks[1].self_attn.q_proj = blocks[0].self_attn.q_proj
+    one, two, three = (direction(twice, k, names="q_proj") for k in (1, 2, 3))
+    with pytest.raises(TargetError, match="is used twice in one forward pass"):
+        SafetyRisk(twice, one, two, tokenizer=words, init=three).score(rows(2))
+
+
 def test_t7_rows_that_made_a_direction_score_high_along_it(model, words):
     data = rows(6)
     layers = {n: m for n, m in plain_layers(model).items() if n.endswith(TARGETS)}
