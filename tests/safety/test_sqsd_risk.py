@@ -125,7 +125,10 @@ def test_the_papers_two_states_take_each_term_at_its_own(model, words, trio):
     danger, safety, state = trio
     data = rows(5)
     risk = SafetyRisk(model, danger, safety, tokenizer=words, state="paper", init=state, safety_scale=0.8)
-    got = found(risk.score(data))
+    table = risk.score(data)
+    got = found(table)
+    shared = SafetyRisk(model, danger, safety, tokenizer=words, init=state).score(data)
+    assert table["loss"].tolist() == shared["loss"].tolist()  # loss and gradient norm are those at init
     at_init = by_autograd(model, words, data, danger, safety, state)
     at_safety = by_autograd(model, words, data, danger, safety, safety, scaling=0.8)
     torch.testing.assert_close(got, torch.stack([at_init[:, 0], at_safety[:, 1]], 1), rtol=1e-8, atol=1e-8)
@@ -166,9 +169,11 @@ def test_t5_swapping_the_directions_changes_the_sign(model, words, trio):
 
 def test_one_term_alone_is_the_score_with_its_sign(model, words, trio):
     danger, safety, state = trio
+    both = SafetyRisk(model, danger, safety, tokenizer=words, init=state).score(rows(1)).facts["null_deviation"]
     for terms, sign in (("danger", 1), ("safety", -1)):
         table = SafetyRisk(model, danger, safety, tokenizer=words, init=state, terms=terms).score(rows(3))
         assert table["score"].tolist() == (sign * table[terms]).tolist()
+        assert table.facts["null_deviation"] == pytest.approx(both / 2**0.5)
 
 
 def test_rows_beyond_the_first_chunk_keep_their_numbers(model, words, trio, monkeypatch):
