@@ -26,6 +26,7 @@ from subspan.adapters import (
 )
 from subspan.adapters.aoept.inputs import embedded
 from subspan.adapters.aoept.passes import run
+from subspan.adapters.aoept.prompts import attend
 from tests.adapters.aoept_models import (
     EOS,
     KINDS,
@@ -239,8 +240,73 @@ def test_missing_only_hides_the_prompts_from_samples_that_have_the_modality(kind
         hidden = model_for(backbone, insert="missing_only").trace(batch, none).pooled
         torch.testing.assert_close(hidden, plain, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(shown, plain, atol=1e-3)
-        lost = model_for(backbone, insert="missing_only").trace(batch, ~none.logical_xor(absent((1, 0)))).pooled
-        assert lost.shape == plain.shape
+        if backbone.fused:  # and shows them to those that lack one
+            lost = absent((1, 0), (0, 1), (0, 0))
+            some = model_for(backbone, insert="missing_only").trace(batch, lost).pooled
+            every = model_for(backbone).trace(batch, lost).pooled
+            torch.testing.assert_close(some[:2], every[:2], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(some[2], plain[2], atol=1e-5, rtol=1e-5)
+
+
+def attended(attention, queries, keys, values):
+    """One layer's prompts, by the formula."""
+    out = attend(queries[None], keys[None], values[None], 2)[0] + queries
+    return nn.functional.layer_norm(out, out.shape[-1:], attention.norm.weight, attention.norm.bias)
+
+
+def test_shared_prompts_come_first_and_are_gated_by_all_that_is_visible():
+    missing = absent((1, 0), (0, 0), (1, 1))
+    with torch.no_grad():
+        for kind in ("towers", "vilt"):
+            backbone = KINDS[kind]()
+            model = model_for(backbone, shared_len=3, on_all_missing="prior")
+            shared, batch = model.prompts.shared, batch_for(backbone, 3)
+            banks = {m: model.prompts.own[m].attention.bank for m in backbone.modalities}
+            built, made = model.prompts.build()[1], model.prompts.bind()
+            steps = {(s.modality, s.layer): s for s in model.trace(batch, missing).steps}
+            for layer, name in ((0, "text"), (1, "image")):
+                features = steps[name, layer].gated_by
+                names = backbone.modalities if backbone.fused else (name,)
+                tokens = made(names, layer, features, ~missing).tokens
+                if backbone.fused:
+                    bank, queries = torch.cat(list(banks.values()), 1)[layer], shared.queries[layer]
+                    attention, gate, key = shared.attention["all"], shared.gates["all"][0], "all"
+                    sources = [features["image"], (features["text"] + features["image"]) / 2]
+                else:
+                    other = next(m for m in backbone.modalities if m != name)
+                    bank, queries = banks[name][layer], shared.maps[name][layer](shared.queries[layer])
+                    attention, gate, key = shared.attention[name], shared.gates[name][layer], other
+                    sources = [features[other]] * 2
+                prompt = attended(attention, queries, bank, bank)
+                torch.testing.assert_close(
+                    built["all" if backbone.fused else name][layer], prompt, atol=1e-5, rtol=1e-5
+                )
+                for row, f in enumerate(sources):
+                    if not backbone.fused and missing[row, backbone.modalities.index(key)]:
+                        wanted = prompt
+                    else:
+                        wanted = gate.out(gate.visible.maps[key](f[row].to(prompt.dtype)).relu()).sigmoid() * prompt
+                    torch.testing.assert_close(tokens[row, :3], wanted, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(tokens[2, :3], prompt, atol=1e-5, rtol=1e-5)
+
+
+def test_bottlenecks_map_the_bank_to_keys_and_to_values():
+    model = model_for(towers(), kv_bottleneck=True)
+    own = model.prompts.own["text"]
+    keys, values = ([maps[n](own.attention.bank[n]) for n in range(2)] for maps in own.attention.maps)
+    with torch.no_grad():
+        built = model.prompts.build()[0]["text"]
+        for n in range(2):
+            wanted = attended(own.attention, own.queries[n], keys[n], values[n])
+            torch.testing.assert_close(built[n], wanted, atol=1e-8, rtol=1e-8)
+
+
+def test_a_missing_image_is_the_same_beside_larger_ones():
+    model, small, missing = model_for(vilt()), captions(2), absent((0, 1), (0, 0))
+    large = small | {"pixel_values": torch.randn(2, 3, 12, 16, generator=generator())}
+    with torch.no_grad():
+        first, second = (model(**batch, missing=missing).logits[0] for batch in (small, large))
+    torch.testing.assert_close(first, second, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mcp", ["attention", "mlp", "init", "random", "reconstruct"])

@@ -288,6 +288,7 @@ def test_responses_are_float32_or_better(dtype):
     x = draw(1, 3, 6).to(dtype)
     assert responses(x, A.float()).dtype == torch.float32
     assert responses(x.double(), A).dtype == F64
+    assert responses(x, A.to(dtype)).dtype == torch.float32  # a model that was moved as a whole
     torch.testing.assert_close(responses(x, A.float()), x.float() @ A.float().T)
 
 
@@ -318,6 +319,32 @@ def test_extreme_responses_stay_finite():
     x = torch.stack([draw(0, 6) * 1e-30, draw(1, 6) * 1e30])
     dy = output(x, A, B, tau=0.01)
     assert dy.isfinite().all()
+
+
+@pytest.mark.parametrize("alpha", [None, 12.0])
+def test_a_layer_adds_the_scaled_read_to_what_its_base_gives(alpha):
+    config = MoRAMConfig(r=4, alpha=alpha, temperature=0.1, threshold=0.3)
+    layer = MoRAMLinear(nn.Linear(6, 5, dtype=F64), config).eval()
+    A, B = bank(0, 4)
+    layer.bank.open(A, B, config.scale(4), 0)
+    x = draw(2, 6)
+    read = (1.0 if alpha is None else 3.0) * by_the_book(x, A, B, 4, 0.1, 0.3)
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + read, atol=1e-10, rtol=0)
+
+
+def test_dropout_is_on_what_keys_see_in_training_alone():
+    layer = MoRAMLinear(nn.Linear(6, 5), MoRAMConfig(r=4, dropout=0.5, threshold=None))
+    layer.bank.open(torch.randn(4, 6), torch.zeros(4, 5), 1.0, 0)
+    x, seen = torch.randn(20, 6), []
+    assert torch.equal(layer.train()(x), layer.base_layer(x))  # the base path sees all of it
+    layer.observer = lambda x, p, routing: seen.append(p)
+    for training in (True, True, False):
+        layer.train(training)
+        nn.init.ones_(layer.bank.new_values)
+        layer(x)
+    whole = responses(x, layer.bank.new_keys.detach())
+    assert not torch.allclose(seen[0].detach(), seen[1].detach())
+    torch.testing.assert_close(seen[2].detach(), whole)
 
 
 def test_all_scores_negative_reads_nothing_in_evaluation():

@@ -132,6 +132,12 @@ def test_t15_base_is_recovered_bit_for_bit():
     assert not torch.equal(model(x), base(x))
 
 
+def test_a_base_in_evaluation_gets_a_memory_in_evaluation(tmp_path):
+    save_moram(taught(1), tmp_path)
+    model = load_moram(net().eval(), tmp_path)
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_module_to_save_trains_in_a_copy():
     model = remembering(modules_to_save=["4"])
     x, _ = data()
@@ -515,14 +521,25 @@ def test_compacting_drops_atoms_nobody_reads_and_keeps_outputs():
         model.moram.compact([x])
 
 
-def test_compacting_leaves_each_task_an_atom():
+def test_compacting_leaves_each_task_its_strongest_atom():
     model = taught(2)
     for layer in model.moram.layers.values():
         layer.bank.values.zero_()  # nothing is lost whatever goes
-        layer.bank.keys[4:] = 0.0
-    model.moram.compact([data()[0]], tol=0.0)
+        layer.bank.keys[:4] = 1.0
+        layer.bank.keys[4:] = 1e-3 * torch.tensor([[1.0], [2.0], [4.0], [3.0]])
+    dropped = model.moram.compact([data()[0].abs()], tol=0.0)
+    assert dropped["0"] == [4, 5, 7]
     for layer in model.moram.layers.values():
         assert set(layer.bank.task_of_atom.tolist()) == {0, 1}
+
+
+def test_compacting_keeps_what_moves_an_output_by_more_than_the_tolerance():
+    model = taught(1, r=6, top_k=2)
+    bank, x = model.get_submodule("0").bank, data(0, 64)[0].abs()
+    bank.keys.copy_(-torch.rand(6, 6))
+    bank.keys[:2] = torch.rand(2, 6)  # nobody reads the others, but they are strong in the norm
+    assert model.moram.compact([x], tol=0.0)["0"] == []
+    assert model.moram.compact([x], tol=1e6)["0"] == [2, 3, 4, 5]
 
 
 # --------------------------------------------------------------------------------------------------- packed attention
@@ -712,6 +729,13 @@ def test_the_classifier_refuses_new_classes_and_bad_rows():
     assert model.tasks_ == []
     with pytest.raises(ValueError, match="12 features"):
         model.predict(X[:, :2])
+
+
+def test_a_task_may_have_rows_of_some_classes_only():
+    model = small(task_steps=40).fit(*blobs(0))
+    X, y = blobs(1)
+    model.partial_fit_task(X[y != "a"], y[y != "a"])
+    assert model.score(X[y != "a"], y[y != "a"]) > 0.8
 
 
 def test_a_task_that_fails_leaves_no_trace_in_the_classifier():

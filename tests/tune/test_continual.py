@@ -300,6 +300,24 @@ def test_other_rows_or_another_base_are_refused(stream, topics, tmp_path, monkey
     tune(parse(values), fresh=True)
 
 
+def test_a_memory_is_as_the_configuration_says_and_each_task_has_keys_of_its_own(stream):
+    from subspan.tune.continual import Memory
+    from subspan.tune.loading import load_model
+
+    read = {"top_k": 3, "temperature": 0.3, "threshold": 0.1}
+    config = parse(stream(continual=read, adapter={"alpha": 12, "dropout": 0.25}))
+    student = Memory(load_model(config, []), config, ["q_proj"])
+    found = student.memory.config
+    assert (found.r, found.alpha, found.dropout) == (4, 12.0, 0.25)
+    assert {name: getattr(found, name) for name in read} == read
+    keys = []
+    for number in range(2):
+        student.begin(number, f"t{number}")
+        keys.append(next(iter(student.memory.layers.values())).bank.new_keys.detach())
+        student.end()
+    assert not torch.equal(*keys)
+
+
 def test_free_answers_are_scored_by_their_loss(tmp_path):
     scores = Scores(tmp_path / "none.json")
     scores.zero_shot = [{"loss": 3.0}, {"loss": 4.0}]
