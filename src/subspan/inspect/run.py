@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from subspan.errors import ConfigError
+from subspan.errors import ConfigError, DataError, NonFinite, TargetError
 from subspan.files import write_json
 from subspan.inspect.examples import labelled_batches
 from subspan.inspect.page import inspection_page
@@ -94,22 +94,27 @@ def inspect(
     if subject.update:
         facts["update"] = _update(subject)
     if subject.model is not None and data is not None and subject.kind in ("classifier", "module"):
+        network = subject.model.get_base_model() if hasattr(subject.model, "get_base_model") else subject.model
         batches = data
         if isinstance(data, str):
             say(f"reading {data}")
             batches = labelled_batches(
                 subject, data, text=text, label=label, rows=rows, max_length=max_length, batch_size=batch_size
             )
-        facts["binary"] = _binary(subject.model, batches[0], loss)
+        facts["binary"] = _binary(network, batches[0], loss)
         state = target.with_suffix(".part")
         settings = {
-            "model": base_fingerprint(subject.model),
+            "model": base_fingerprint(network),
             "data": _digest(batches),
             "measure": measure,
             "loss": loss,
         }
         _claim(state, settings, resume)
-        facts["curvature"] = _curvature(subject.model, batches, layers, loss, measure, state, save_every, say, progress)
+        try:
+            facts["curvature"] = _curvature(network, batches, layers, loss, measure, state, save_every, say, progress)
+        except (TargetError, DataError, NonFinite):  # nothing to go on from
+            shutil.rmtree(state, ignore_errors=True)
+            raise
         facts["data"] = data if isinstance(data, str) else f"{len(batches)} batches"
     inspection_page(facts).write(target)
     write_json(target.with_suffix(".json"), facts)
