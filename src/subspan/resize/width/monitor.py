@@ -19,6 +19,10 @@ from subspan.surgery import role_of
 Verdict = Literal["trapped", "escaping", "escaped"]
 
 
+# Numbers in a matrix up to which equal shapes are measured together: there the calls cost more than the copy.
+_SMALL = 2**16
+
+
 class TrapMonitor:
     """Follows how far the hidden matrices of a grown network have left the trap.
 
@@ -62,9 +66,10 @@ class TrapMonitor:
         self.start = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._last = {name: x.clone() for name, x in self.start.items()} if updates else None
         self.rank_every, self.max_matrices, self.thresholds = rank_every, max_matrices, thresholds
+        self._clones = {name: clone_counts(layout) for name, layout in self._layouts.items()}
         self._parts = {
-            name: [_part_name(name, i, len(clones)) for i in range(len(clones))]
-            for name, clones in ((n, clone_counts(lay)) for n, lay in self._layouts.items())
+            name: [name if len(clones) == 1 else f"{name}[{i}]" for i in range(len(clones))]
+            for name, clones in self._clones.items()
         }
         self.groups = {
             part: groups(part) if callable(groups) else _role(name, i, len(parts))
@@ -74,16 +79,31 @@ class TrapMonitor:
         self.history: list[dict[str, float]] = []
         self.matrices: dict[str, dict[str, float]] = {}
 
+    def _change(self, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        changes = torch._foreach_sub([p.detach() for p in self._parameters.values()], list(start.values()))
+        return dict(zip(self._parameters, changes, strict=True))
+
     def _views(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
         """Every part of every matrix: its name, the part as (a stack of) out x in matrices, its clones."""
         for name, x in tensors.items():
-            layout = self._layouts[name]
-            yield from zip(self._parts[name], matrices(x, layout), clone_counts(layout), strict=True)
+            yield from zip(self._parts[name], matrices(x, self._layouts[name]), self._clones[name], strict=True)
 
-    def _escapes(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Escape ratio of every part (the mean over a stack), with one synchronisation with the device."""
-        ratios = {name: escape_ratio(x, clones).mean() for name, x, clones in self._views(tensors)}
-        return dict(zip(ratios, torch.stack(list(ratios.values())).tolist(), strict=True))
+    def _escapes(self, **sets: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+        """Escape ratio of every part (the mean over a stack) in every set of tensors; one synchronisation for all."""
+        alike: dict[Any, list[tuple[str, str, Tensor]]] = {}
+        for key, tensors in sets.items():
+            for name, x, clones in self._views(tensors):
+                kind = (x.shape, x.dtype, x.device) if x.numel() <= _SMALL else (key, name)
+                alike.setdefault((clones, kind), []).append((key, name, x))
+        ratios = []
+        for (clones, _), group in alike.items():
+            x = torch.stack([x for *_, x in group]) if len(group) > 1 else group[0][2][None]
+            ratios.append(escape_ratio(x, clones).flatten(1).mean(1) if x.ndim > 3 else escape_ratio(x, clones))
+        out: dict[str, dict[str, float]] = {key: {} for key in sets}
+        places = [(key, name) for group in alike.values() for key, name, _ in group]
+        for (key, name), ratio in zip(places, torch.cat(ratios).tolist(), strict=True):
+            out[key][name] = ratio
+        return out
 
     @torch.no_grad()
     def record(self, step: int) -> dict[str, float]:
@@ -93,15 +113,15 @@ class TrapMonitor:
         ``esc_update``: of the change since the last record (``updates=True``). At multiples of ``rank_every`` also
         ``effective_rank`` (exp of the entropy of the normalised singular values) and ``stable_rank`` of the change.
         """
-        now = {name: p.detach() for name, p in self._parameters.items()}
-        change = {name: x - self.start[name] for name, x in now.items()}
-        measured = {"esc": self._escapes(change)}
+        change = self._change(self.start)
+        sets: dict[str, Mapping[str, Tensor]] = {"esc": change}
         if grads := {n: p.grad for n, p in self._parameters.items() if p.grad is not None}:
-            measured["esc_grad"] = self._escapes(grads)
+            sets["esc_grad"] = grads
         if self._last is not None:
-            measured["esc_update"] = self._escapes({n: x - self._last[n] for n, x in now.items()})
-            for name, x in now.items():
-                self._last[name].copy_(x)
+            sets["esc_update"] = self._change(self._last)
+        measured = self._escapes(**sets)
+        if self._last is not None:
+            torch._foreach_copy_(list(self._last.values()), list(self._parameters.values()))
         if step % self.rank_every == 0:
             measured |= self._ranks(change)
         row: dict[str, float] = {"step": step} | {k: statistics.fmean(v.values()) for k, v in measured.items()}
@@ -158,8 +178,8 @@ class TrapMonitor:
             h, layout = torch.cat(outputs), self._layouts[name]
             # Clones lie along the columns of the outputs.
             parts = h.split([s.wide for s in layout.axes[layout.out or 0]], -1)
-            counts = [rows for rows, _ in clone_counts(layout)]
-            apart = [escape_ratio(part, (1, n)) * part.norm() for part, n in zip(parts, counts, strict=True)]
+            counted = zip(parts, self._clones[name], strict=True)
+            apart = [escape_ratio(part, (1, n)) * part.norm() for part, (n, _) in counted]
             distance = torch.stack(apart).norm() / h.norm().clamp(min=torch.finfo(h.dtype).tiny)  # 0 where h = 0
             rank = effective_rank(singular_values(h).sqrt())
             out[name] = {"clone_distance": float(distance), "effective_rank": float(rank)}
@@ -171,10 +191,6 @@ def _role(name: str, part: int, parts: int) -> str:
     role = role_of(name.removesuffix(".weight"))
     packed = {("qkv", 3): ("q", "k", "v"), ("up", 2): ("gate", "up")}.get((role, parts))
     return packed[part] if packed else role
-
-
-def _part_name(name: str, part: int, parts: int) -> str:
-    return name if parts == 1 else f"{name}[{part}]"
 
 
 def initial_alignment(change: Float[Tensor, "m k"], start: Float[Tensor, "m k"], rank: int | None = None) -> float:
@@ -224,7 +240,7 @@ def use_of_width(
 def exact_clone(model: nn.Module, factor: int, ffn_factor: int | None = None) -> bool:
     """Whether every hidden matrix lies in the trap, so that no optimiser that treats clones alike can leave it."""
     monitor = TrapMonitor(model, factor, ffn_factor)
-    return max(monitor._escapes(monitor.start).values()) < 1e-6
+    return max(monitor._escapes(start=monitor.start)["start"].values()) < 1e-6
 
 
 def warn_exact(model: nn.Module, factor: int, ffn_factor: int | None = None) -> None:

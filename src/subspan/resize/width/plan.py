@@ -60,7 +60,7 @@ class Plan:
             yield name, self.expand(tensors[name].detach(), layout)
 
     def expand(self, x: Tensor, layout: Layout) -> Tensor:
-        if not torch.isfinite(x).all():
+        if x.numel() and not torch.stack(torch.aminmax(x)).isfinite().all():  # one pass, no copy
             raise ValueError(f"{layout.name} holds NaN or Inf; a wide network would spread them to every unit")
         out = expand_tensor(x, layout, self.scheme)
         if self.noisy(layout):

@@ -19,6 +19,10 @@ def expand_tensor(x: Tensor, layout: Layout, scheme: str = "clone") -> Tensor:
         x = (x + layout.offset) * layout.gain - layout.offset
     if scheme == "diagonal" and layout.hidden:
         return _diagonal(x, layout)
+    if all(len(axis) == 1 and axis[0].drawn is None for axis in layout.axes):  # clones of whole axes: one copy
+        x = x / layout.r_in if layout.r_in > 1 else x
+        times = [axis[0].times for axis in layout.axes]
+        return x.repeat(times) if max(times, default=1) > 1 else x
     # Input first: it is divided while small.
     for dim in sorted(range(x.ndim), key=lambda dim: dim != layout.inp):
         x = _by_segment(x, dim, layout.axes[dim], lambda part, s, dim=dim: _clone(part, dim, s, dim == layout.inp))
@@ -103,23 +107,27 @@ def add_noise(x: Tensor, layout: Layout, snr_db: float, noise: str, generator: t
     """
     for matrix, (r_out, r_in) in zip(matrices(x, layout), clone_counts(layout), strict=True):
         rows = matrix.unflatten(-2, (r_out, -1)).unflatten(-1, (r_in, -1))  # *batch, r_out, d_out, r_in, d_in
+        size = 10 ** (-snr_db / 20) * _norm(rows[..., 0, :, 0, :])  # of every block: they are clones
         for b in range(0, r_in - 1, 2):
             drawn = None
             for a in range(r_out if noise == "row" else r_out - r_out % 2):
-                plus, minus = rows[..., a, :, b, :], rows[..., a, :, b + 1, :]
-                fresh = noise == "row" or a % 2 == 0
-                if fresh or drawn is None:
-                    drawn = _scaled_noise(plus, snr_db, generator)
-                sign = 1 if fresh else -1
-                plus.add_(drawn, alpha=sign)
-                minus.sub_(drawn, alpha=sign)
+                if drawn is None or noise == "row" or a % 2 == 0:
+                    drawn, sign = _noise_of(size, rows[..., a, :, b, :], generator), 1
+                else:
+                    sign = -1
+                rows[..., a, :, b, :].add_(drawn, alpha=sign)
+                rows[..., a, :, b + 1, :].sub_(drawn, alpha=sign)
 
 
-def _scaled_noise(block: Tensor, snr_db: float, generator: torch.Generator) -> Tensor:
-    """Gaussian noise in float32, its energy 10^(-snr/10) of the block's; drawn on the CPU, equal on every device."""
-    z = torch.randn(block.shape, generator=generator)
-    energy = block.float().square().mean((-2, -1), keepdim=True) / 10 ** (snr_db / 10)
-    return z.to(block.device).mul_((energy / z.square().mean((-2, -1), keepdim=True).to(block.device)).sqrt())
+def _norm(x: Tensor) -> Tensor:
+    wide_enough = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_enough)
+
+
+def _noise_of(size: Tensor, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Gaussian noise of this norm, in float32; drawn on the CPU, so that it is equal on every device."""
+    z = torch.randn(like.shape, generator=generator).to(like.device)
+    return z.mul_((size / _norm(z)).float())
 
 
 def seed_for(name: str, base: int) -> torch.Generator:
@@ -143,13 +151,18 @@ def trap_projection(x: Float[Tensor, "*b m k"], factor: int | tuple[int, int]) -
         factor: clones of both axes, or (of the rows, of the columns). Raises ``ValueError`` if they do not divide x.
     """
     blocks = _blocks(x, *_pair(factor))
-    return blocks.mean((-4, -2), keepdim=True).expand_as(blocks).reshape(x.shape)
+    return _block_mean(blocks).expand_as(blocks).reshape(x.shape)
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     if x.shape[-2] % rows or x.shape[-1] % columns:
         raise ValueError(f"a {tuple(x.shape[-2:])} matrix does not consist of {rows} x {columns} equal blocks")
     return x.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
+
+
+def _block_mean(blocks: Tensor) -> Tensor:
+    """One axis after the other: torch's mean over both at once takes ten times as long."""
+    return blocks.mean(-4, keepdim=True).mean(-2, keepdim=True)
 
 
 def escape_ratio(x: Float[Tensor, "*b m k"], factor: int | tuple[int, int]) -> Float[Tensor, "*b"]:
@@ -159,6 +172,6 @@ def escape_ratio(x: Float[Tensor, "*b m k"], factor: int | tuple[int, int]) -> F
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     blocks = _blocks(x, *_pair(factor))
-    outside = (blocks - blocks.mean((-4, -2), keepdim=True)).flatten(-4).norm(dim=-1)
+    outside = (blocks - _block_mean(blocks)).flatten(-4).norm(dim=-1)
     total = x.flatten(-2).norm(dim=-1)
     return torch.where(total > 0, outside / total.clamp(min=torch.finfo(x.dtype).tiny), torch.zeros_like(total))
