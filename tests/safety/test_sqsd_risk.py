@@ -12,6 +12,7 @@ from subspan.linalg import LowRank
 from subspan.safety import Direction, RiskTable, SafetyRisk
 from subspan.safety.sqsd.direction import fresh_state
 from subspan.safety.sqsd.projection import FactorStep
+from subspan.safety.sqsd.stream import row_hash, settings_hash
 from subspan.surgery import plain_layers
 from tests.tune.conftest import WORDS, tokenizer
 
@@ -436,6 +437,8 @@ def test_a_killed_audit_goes_on_where_it_stopped_with_equal_bits(model, words, t
     assert not out.exists()
     with part.open("ab") as file:  # a kill in the middle of a write
         file.write(b'{"rows": [{"row": 7, "ha')
+    with pytest.raises(Killed):  # and another one after the next batch
+        SafetyRisk(model, trio[0], trio[1], **options).score(data, out, progress=lambda done, _: stop(done - 2, None))
     risk = SafetyRisk(model, trio[0], trio[1], **options)
     score_batch = risk._score_batch
     risk._score_batch = lambda batch, recorder: scored.extend(r.number for r in batch) or score_batch(batch, recorder)
@@ -449,6 +452,10 @@ def test_a_killed_audit_goes_on_where_it_stopped_with_equal_bits(model, words, t
     scored.clear()
     assert risk.score(data, out)["score"].tolist() == whole["score"].tolist()
     assert scored == []  # a finished audit is read, not repeated
+
+
+def test_the_order_of_columns_makes_no_other_row():
+    assert row_hash({"a": 1, "b": 2}) == row_hash({"b": 2, "a": 1}) != row_hash({"a": 2, "b": 1})
 
 
 def test_resuming_with_another_batch_size_scores_no_row_twice(model, words, trio, tmp_path):
@@ -491,6 +498,20 @@ def test_resuming_with_other_settings_or_rows_is_refused(model, words, trio, tmp
     with pytest.raises(ConfigError, match="scores of other rows"):
         risk().score(data[:5], out)
     assert len(risk(metric="dot").score(data[:5], out, resume=False)) == 5
+
+
+def test_whatever_changes_a_score_is_in_the_settings(model, trio):
+    def settings(tok=None, **changes):
+        options = {"init": trio[2], "tokenizer": tok or tokenizer(chat=True), "batch_tokens": 30} | changes
+        return settings_hash(SafetyRisk(model, trio[0], trio[1], **options).settings)
+
+    other = tokenizer(chat=True)
+    other.chat_template += " "
+    changes = [{"metric": "dot"}, {"update": "full"}, {"terms": "danger"}, {"safety_scale": 0.5}, {"max_length": 9}]
+    changes += [{"last_turn_only": True}, {"prompt": "a"}, {"answer": "b"}, {"init": trio[0]}, {"tok": other}]
+    found = [settings(), *(settings(**c) for c in changes)]
+    assert len(set(found)) == len(found)
+    assert settings(batch_tokens=99) == found[0]  # it changes none
 
 
 def test_rows_that_are_tokens_already_and_a_source_are_taken(model, trio):

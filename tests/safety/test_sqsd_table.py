@@ -39,6 +39,8 @@ def test_t10_windows_follow_the_linspace_rule_and_ties_keep_their_order():
         assert window.tolist() == order[start : start + 20].tolist()
     ties = table([1.0, 2.0, 1.0, 2.0, None, 1.0])
     assert ties.ranking.tolist() == [1, 3, 0, 2, 5]
+    many = table([float(i % 3) for i in range(300)]).ranking.reshape(3, 100)
+    assert (np.diff(many) == 3).all()
     assert [w.tolist() for w in ties.windows(2, 3)] == [[1, 3, 0], [0, 2, 5]]
     with pytest.raises(ValueError, match="5 scored rows give no 2 windows of 6"):
         ties.windows(2, 6)
@@ -56,6 +58,7 @@ def test_weights_are_the_sigmoid_of_robust_z_scores():
 
 def test_dropping_the_top_keeps_rows_without_a_score():
     assert table([3.0, None, 9.0, 1.0]).without_top(0.25).tolist() == [0, 1, 3]
+    assert table([3.0, 9.0, 1.0]).without_top(0.6).tolist() == [2]
     assert table([3.0, None]).without_top(0.0).tolist() == [0, 1]
     with pytest.raises(ValueError, match="must lie in"):
         table([1.0]).without_top(1.0)
