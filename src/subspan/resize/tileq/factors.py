@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -102,6 +103,28 @@ class TileFactors:
     @property
     def grid(self) -> Grid:
         return len(self.U), len(self.V)
+
+    # What the fused path multiplies with, made at the first call.
+
+    @cached_property
+    def wide(self) -> Float[Tensor, "p mr"]:
+        """The input factors of all grid rows side by side; a scale that all experts share is folded in."""
+        wide = self.U.transpose(0, 1).flatten(1)
+        return self.inverse_scales[0].unsqueeze(1) * wide if len(self.inverse_scales) == 1 else wide.contiguous()
+
+    @cached_property
+    def deep(self) -> Float[Tensor, "nr q"]:
+        """The output factors of all grid columns below each other, with sigma folded in."""
+        return (self.sigma.unsqueeze(1) * self.V).flatten(0, 1)
+
+    @cached_property
+    def places(self) -> Int[Tensor, " k"]:
+        """Each expert's cell, numbered column by column."""
+        return self.cells[:, 1] * len(self.U) + self.cells[:, 0]
+
+    @cached_property
+    def all_kept(self) -> bool:
+        return bool(self.kept.all())
 
     def correction(self, e: int) -> Float[Tensor, "q p"]:
         """L_e in sigma's dtype; zero where the expert keeps none."""

@@ -23,7 +23,7 @@ def lowrank_moe(
 ) -> Tensor:
     """sum_k w_tk L_e x_tk over the experts e of each token (t x q), or without ``weights`` each L_e x_tk (t x k x q).
 
-    In float32 or better, whatever comes in: x a overflows in half precision on models with large scales.
+    In the factors' dtype, whatever comes in: x a overflows in half precision on models with large scales.
 
     Args:
         x: inputs that all experts of a token share, or one for each.
@@ -33,39 +33,57 @@ def lowrank_moe(
         path: project by one "dense" product with the factors of all grid rows, "grouped" by one for each row, whichever
             should be quicker ("auto"), or expert by expert ("reference").
     """
-    dtype = torch.promote_types(x.dtype, factors.sigma.dtype)
+    dtype = factors.sigma.dtype
     x = x.to(dtype)
     if path == "reference":
         each = _one_by_one(x, chosen, factors)
         return each if weights is None else (weights.to(dtype).unsqueeze(-1) * each).sum(1)
-    rows, columns = factors.cells[chosen].unbind(-1)
-    z = _projected(x, chosen, rows, factors, path) * (factors.kept[chosen].unsqueeze(-1) * factors.sigma)
-    n, rank, q = factors.V.shape
-    if weights is None:
-        return _by_group(z.flatten(0, 1), columns.flatten(), factors.V).view(*chosen.shape, q)
-    # Mix in rank space: the experts of a grid column share its V.
     t, k = chosen.shape
-    mixed = z.new_zeros(t * n, rank)
-    place = columns + n * torch.arange(t, device=x.device).unsqueeze(1)
-    mixed.index_add_(0, place.flatten(), (weights.to(dtype).unsqueeze(-1) * z).view(t * k, rank))
-    return mixed.view(t, n * rank) @ factors.V.reshape(n * rank, q)
+    (m, n), rank = factors.grid, len(factors.sigma)
+    if x.ndim == 2 and len(factors.inverse_scales) > 1:
+        x = x.unsqueeze(1).expand(t, k, -1)
+    few = x.shape[:-1].numel() * m <= _FEW
+    if path == "auto":
+        path = "dense" if few or (x.ndim == 2 and m <= 2 * k) else "grouped"
+    if weights is None:
+        z = _kept(_projected(x, chosen, factors, path), chosen, factors).flatten(0, 1)
+        columns = factors.cells[:, 1][chosen].flatten()
+        if not few:
+            return _by_group(z * factors.sigma, columns, factors.V).view(t, k, factors.V.shape[2])
+        wide = z.new_zeros(t * k, n, rank)
+        wide[torch.arange(t * k, device=x.device), columns] = z
+        return (wide.flatten(1) @ factors.deep).view(t, k, factors.V.shape[2])
+    # In rank space the experts of a grid column add up before its V is read.
+    weights = _kept(weights.to(dtype), chosen, factors)
+    if path == "dense" and x.ndim == 2:
+        mix = x.new_zeros(t, n * m).scatter_add_(1, factors.places[chosen], weights)
+        mixed = torch.bmm(mix.view(t, n, m), (x @ factors.wide).view(t, m, rank))
+    else:
+        z = weights.unsqueeze(-1) * _projected(x, chosen, factors, path)
+        rows = factors.cells[:, 1][chosen] + n * torch.arange(t, device=x.device).unsqueeze(1)
+        mixed = z.new_zeros(t * n, rank).index_add_(0, rows.flatten(), z.flatten(0, 1))
+    return mixed.view(t, n * rank) @ factors.deep
 
 
-def _projected(x: Tensor, chosen: Tensor, rows: Tensor, factors: TileFactors, path: Path) -> Tensor:
+def _kept(values: Tensor, chosen: Tensor, factors: TileFactors) -> Tensor:
+    """Zero for experts without a correction (t x k, or t x k x R)."""
+    if factors.all_kept:
+        return values
+    return values * factors.kept[chosen].view(*chosen.shape, *(1,) * (values.ndim - 2))
+
+
+def _projected(x: Tensor, chosen: Tensor, factors: TileFactors, path: Path) -> Tensor:
     """(a_e x) U of each token's experts, t x k x R."""
     (t, k), (m, p, rank) = chosen.shape, factors.U.shape
     one_scale = len(factors.inverse_scales) == 1
-    shared = x.ndim == 2 and one_scale
-    if x.ndim == 2 and not one_scale:
-        x = x.unsqueeze(1).expand(t, k, p)
-    x = x * (factors.inverse_scales[0] if one_scale else factors.inverse_scales[factors.groups[chosen]])
-    if path == "auto":
-        path = "dense" if (shared and m <= 2 * k) or x.shape[:-1].numel() * m <= _FEW else "grouped"
+    rows = factors.cells[:, 0][chosen]
+    if not one_scale:
+        x = x * factors.inverse_scales[factors.groups[chosen]]
     if path == "dense":
-        every = x @ factors.U.transpose(0, 1).reshape(p, m * rank)
-        every = every.view(t, 1 if shared else k, m, rank).expand(t, k, m, rank)
+        every = (x @ factors.wide).view(t, 1 if x.ndim == 2 else k, m, rank).expand(t, k, m, rank)
         return every.gather(2, rows.view(t, k, 1, 1).expand(t, k, 1, rank)).squeeze(2)
-    pairs = x.unsqueeze(1).expand(t, k, p) if shared else x
+    x = x * factors.inverse_scales[0] if one_scale else x
+    pairs = x.unsqueeze(1).expand(t, k, p) if x.ndim == 2 else x
     return _by_group(pairs.reshape(-1, p), rows.flatten(), factors.U).view(t, k, rank)
 
 
