@@ -149,14 +149,15 @@ class TestVerb:
 _GROW = """
 import resource, sys
 from subspan.resize import grow_checkpoint
-summary = grow_checkpoint("asset:smollm2-135m-instruct", sys.argv[1], shard_bytes=2**28, verify=False)
-print(summary.bytes, summary.resumed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+summary = grow_checkpoint("asset:minilm", sys.argv[1], shard_bytes=2**24)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(summary.bytes, summary.resumed, peak, summary.max_rel_err)
 """
 
 
 @pytest.mark.slow
-def test_smollm2_grows_after_a_kill_within_the_memory_of_its_result(tmp_path):
-    """A real process on a real model, killed outright; then the rest. Loading and comparing is the benchmark's."""
+def test_minilm_grows_after_a_kill_within_the_memory_of_its_result(tmp_path):
+    """A real process on a real model, killed outright; then the rest. SmolLM2-135M is the benchmark's."""
     command = [sys.executable, "-c", _GROW, str(tmp_path / "big")]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -164,18 +165,20 @@ def test_smollm2_grows_after_a_kill_within_the_memory_of_its_result(tmp_path):
     while time.monotonic() < deadline and process.poll() is None:
         if len(list((tmp_path / "big.partial").glob("model-*.safetensors"))) >= 3:
             break
-        time.sleep(0.02)
+        time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "big").exists()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    size, resumed, peak = map(int, done.stdout.split())
-    assert resumed >= 3
-    assert peak < 1.0 * size  # the bar is three times the file; the wide network is never in memory
+    size, resumed, peak, error = done.stdout.split()
+    assert int(resumed) >= 3
+    assert int(peak) < 3 * int(size)
+    assert float(error) <= 2e-5
     big = tf.AutoConfig.from_pretrained(tmp_path / "big")
-    assert (big.hidden_size, big.num_attention_heads, big.num_key_value_heads) == (1152, 18, 6)
+    assert (big.hidden_size, big.num_attention_heads, big.intermediate_size) == (768, 24, 3072)
     files = list((tmp_path / "big").glob("*.safetensors"))
-    assert sum(f.stat().st_size for f in files) == pytest.approx(size, rel=1e-3)
+    assert sum(f.stat().st_size for f in files) == pytest.approx(int(size), rel=1e-3)
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "big")("Wider.").input_ids
 
 
 @pytest.mark.slow
