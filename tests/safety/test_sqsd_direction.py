@@ -141,6 +141,23 @@ def test_dpo_loss_is_log_two_at_the_start_and_prefers_the_chosen():
     assert float(dpo_loss(zero + 1, zero, zero, zero, beta=2.0)) == pytest.approx(0.126928, abs=1e-5)
 
 
+def test_dpo_sums_over_the_answers_tokens_and_takes_its_beta(llama, words, monkeypatch):
+    from subspan.safety.sqsd import training
+
+    seen, loss = [], training.dpo_loss
+    monkeypatch.setattr(training, "dpo_loss", lambda *a: seen.append(a) or loss(*a))
+    data = [{"prompt": "w1", "chosen": "w30 w31 w32", "rejected": "w20"}] * 2
+    options = dict(targets=FEED_FORWARD, steps=1, stop_margin=None, objective="dpo", beta=0.7)
+    Direction.from_data(llama, words, data, **options)
+    chosen, rejected, chosen_base, rejected_base, beta = seen[0]
+    assert beta == 0.7
+    for side, own, base in (("chosen", chosen, chosen_base), ("rejected", rejected, rejected_base)):
+        with undisturbed(llama), torch.no_grad():
+            total = -row_losses(llama, words, encoded_rows(words, data, 64, side)).total
+        for found in (own, base):  # before the first step they are one
+            torch.testing.assert_close(found.detach(), total, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_training_makes_the_answers_likelier_and_leaves_the_model_alone(llama, words, objective):
     data = [{"prompt": f"w{i}", "answer": "w30 w31", "chosen": "w30 w31", "rejected": "w20"} for i in range(10)]
@@ -191,7 +208,11 @@ def test_steering_follows_the_direction_and_warns_where_it_does_not(llama, words
     small_steps = (-0.2, -0.1, 0.0, 0.1, 0.2)  # far out an untrained model's loss is curved
     steering = found.validate(llama, probe, steps=small_steps)
     assert steering.tau == pytest.approx(1.0)
-    assert steering.values[2] == pytest.approx(found.validate(llama, probe, steps=(0.0, 1.0)).values[0])
+    whole = found.validate(llama, probe, steps=(0.0, 1.0))
+    assert steering.values[2] == pytest.approx(whole.values[0])
+    assert {*found.scaling.values()} != {1.0}
+    with side_paths(plain_layers(llama), found.factors, found.scaling), undisturbed(llama), torch.no_grad():
+        assert whole.values[1] == pytest.approx(probe(llama))  # a step of 1 is the adapter itself
     with pytest.warns(UserWarning, match="does not make the probe fall"):
         assert found.validate(llama, probe, "fall", small_steps).tau == pytest.approx(-1.0)
     with pytest.warns(UserWarning, match="tau 0.00"):
