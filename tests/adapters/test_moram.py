@@ -327,8 +327,9 @@ def test_a_layer_adds_the_scaled_read_to_what_its_base_gives(alpha):
     layer = MoRAMLinear(nn.Linear(6, 5, dtype=F64), config).eval()
     A, B = bank(0, 4)
     layer.bank.open(A, B, config.scale(4), 0)
-    x = draw(2, 6)
-    read = (1.0 if alpha is None else 3.0) * by_the_book(x, A, B, 4, 0.1, 0.3)
+    x = draw(2, 9, 6)
+    read = (1.0 if alpha is None else 3.0) * torch.stack([by_the_book(row, A, B, 4, 0.1, 0.3) for row in x])
+    assert (read.abs().amax(1) > 0.1).sum() >= 5
     torch.testing.assert_close(layer(x), layer.base_layer(x) + read, atol=1e-10, rtol=0)
 
 

@@ -705,7 +705,8 @@ def small(**options):
 
 
 def test_the_classifier_learns_domains_in_turn_and_keeps_them():
-    model = small()
+    options = {"hidden": (16,), "base_steps": 60, "task_steps": 60}
+    model = small(**options)
     domains = [blobs(0), blobs(1), blobs(2)]
     model.partial_fit_task(*domains[0])  # the first is fit
     assert model.tasks_ == []
@@ -715,7 +716,7 @@ def test_the_classifier_learns_domains_in_turn_and_keeps_them():
     scores = [model.score(*d) for d in domains]
     assert min(scores) > 0.75
     assert model.predict_proba(domains[0][0]).sum(1) == pytest.approx(1.0, abs=1e-5)
-    again = small().fit(*domains[0])
+    again = small(**options).fit(*domains[0])
     for i, domain in enumerate(domains[1:]):
         again.partial_fit_task(*domain, name=f"turn {i}")
     assert np.array_equal(again.predict_proba(domains[1][0]), model.predict_proba(domains[1][0]))
