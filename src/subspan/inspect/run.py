@@ -94,7 +94,8 @@ def inspect(
     if subject.update:
         facts["update"] = _update(subject)
     if subject.model is not None and data is not None and subject.kind in ("classifier", "module"):
-        network = subject.model.get_base_model() if hasattr(subject.model, "get_base_model") else subject.model
+        peft: Any = subject.model
+        network: nn.Module = peft.get_base_model() if hasattr(peft, "get_base_model") else peft  # names without peft's
         batches = data
         if isinstance(data, str):
             say(f"reading {data}")

@@ -77,7 +77,8 @@ def layer_rows(
         for batch in loader:
             logits, _, jacobians = capture(model, modules, batch, forward_fn)
             for name, (A, X) in jacobians.items():
-                parts[name].append((root_product(kind, logits, A), X))
+                S = root_product(kind, logits, A)
+                parts[name].append((S.transpose(0, 1).contiguous().transpose(0, 1), X))  # as products read it
     return {name: LayerRows(held) for name, held in parts.items()}
 
 

@@ -205,7 +205,7 @@ class _Plan:
     def measure(self, batch: Captured, loss: Loss) -> dict[str, Tensor]:
         """The sums of pass 2."""
         out: dict[str, Tensor] = {}
-        together: list[Tensor] = []
+        total: Tensor | None = None
         for name, layer in batch.layers.items():
             S = root_product(loss, batch.logits, layer.A)
             if self.estimator == "between":
@@ -214,13 +214,13 @@ class _Plan:
                 frame = self.frames[name]
                 raw = frame.directions.overlaps(S, layer.X)
                 out[f"{name}/Z"] = squares(frame.rotate(raw))
-                together.append(raw)
+                total = raw if total is None else total.add_(raw)
             h = sample_features(layer)
             off = h - self.means.layers[name].features.to(h.dtype)[batch.labels]
             out[f"{name}/within"] = off.square().sum()
             out[f"{name}/whitened"] = off.T @ (off @ self.whitened[name].to(h.dtype))  # n Sigma_W Sigma_B^+ U
-        if self.network is not None and together:
-            out["network/Z"] = squares(self.network.rotate(sum(together[1:], together[0])))
+        if self.network is not None and total is not None:
+            out["network/Z"] = squares(self.network.rotate(total))
         return out
 
     def spectrum(self, name: str, second: Sums) -> tuple[Directions | Products, Eigh]:
