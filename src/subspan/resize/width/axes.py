@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ def find_rule(rules: Mapping[str, str], name: str, ndim: int) -> Rule | None:
 
 
 _STATISTICS = ("running_mean", "running_var")  # of batch normalisation
+
+
+def seed_for(name: str, base: int) -> torch.Generator:
+    """A generator of this name's own, so that what it draws does not depend on which others came before."""
+    digest = blake2b(f"{base}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
 
 
 @dataclass(frozen=True)
@@ -198,12 +205,13 @@ class Family:
 
 @dataclass(frozen=True)
 class Growth:
-    """Factors of the residual axis and of the feed-forward one, and how a fraction of the latter is filled."""
+    """Factors of the residual axis and of the feed-forward one, how a fraction of the latter is filled, and the seed
+    of everything drawn."""
 
     factor: int
     ffn_factor: int | float
     split: str = "even"
-    generator: torch.Generator | None = None
+    seed: int = 0
 
     @classmethod
     def of(
@@ -211,7 +219,7 @@ class Growth:
         factor: int | float,
         ffn_factor: int | float | None = None,
         split: str = "even",
-        generator: torch.Generator | None = None,
+        seed: int = 0,
     ) -> "Growth":
         """Checked. Raises ``ValueError`` for factors that cannot be."""
         ffn = factor if ffn_factor is None else ffn_factor
@@ -226,7 +234,7 @@ class Growth:
             raise ValueError(f"ffn_factor must be at least 1 and finite, got {ffn}")
         if split not in ("even", "random"):
             raise ValueError(f"split must be 'even' or 'random', got {split!r}")
-        return cls(factor, int(ffn) if float(ffn).is_integer() else ffn, split, generator)
+        return cls(factor, int(ffn) if float(ffn).is_integer() else ffn, split, seed)
 
     def times(self, kind: str, config: Any = None) -> int | float:
         """Factor of an axis. One key head serves all queries, before and after; so does a fixed embedding width."""
@@ -268,8 +276,7 @@ class Sizes:
             raise ValueError(f"only whole clones can be folded; ffn_factor {times} is no whole number")
         if (kind, stored) not in self._parts:
             wide = round(stored * times)
-            generator = self.growth.generator
-            drawn = Drawn.draw(stored, wide, self.growth.split, generator or torch.Generator().manual_seed(0))
+            drawn = Drawn.draw(stored, wide, self.growth.split, seed_for(f"{kind} {stored}", self.growth.seed))
             self._parts[kind, stored] = Segment(kind, stored, 1, drawn if wide > stored else None)
         return self._parts[kind, stored]
 

@@ -98,8 +98,8 @@ def grow_checkpoint(
     if target.exists():
         raise DataError(f"{target} exists already; choose another folder or remove it")
     small, tokenizer = _load(model, dtype)
-    growth = Growth.of(factor, ffn_factor, split, torch.Generator().manual_seed(seed))
-    found = plan(small, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie, seeds=seed)
+    growth = Growth.of(factor, ffn_factor, split, seed)
+    found = plan(small, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie)
     lines = axis_table(found)
     table(lines)
     shards = _shards(found, shard_bytes)

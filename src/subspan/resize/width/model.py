@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from subspan.errors import FunctionChanged
 from subspan.resize.width.axes import Growth, Layout
 from subspan.resize.width.optimizers import lr_multipliers
-from subspan.resize.width.plan import Plan, plan, rebuilt, state, unwrapped
+from subspan.resize.width.plan import Plan, plan, rebuilt, state, unwrapped, wide_plan
 from subspan.resize.width.tiling import expand_tensor, fold_tensor
 
 __all__ = ["WidthReport", "expand_width", "fold_width", "trap_projected"]
@@ -102,7 +102,8 @@ def expand_width(
         noise: "row", or "balanced", which is preserved in the backward pass too and so breaks nothing (for teaching).
         untie: give a tied head a table of its own; False keeps the tie and scales the norm before the head.
         split: shares of clones drawn for a fractional ``ffn_factor``: "even", or "random" (Dirichlet).
-        generator: of noise and draws; equal seeds give equal networks, in whatever order tensors are visited.
+        generator: of noise and draws; equal seeds give equal networks, in whatever order tensors are visited. None
+            is a fixed seed.
         verify: compare the outputs of both on a batch of inputs (a tensor, or keyword arguments), on random ones
             (True), or not at all (False).
 
@@ -115,9 +116,9 @@ def expand_width(
         FunctionChanged: the outputs differ by more than rounding.
     """
     model = unwrapped(model)
-    base = int(torch.randint(2**62, (), generator=generator)) if generator is not None else 0
-    growth = Growth.of(factor, ffn_factor, split, torch.Generator().manual_seed(base))
-    found = plan(model, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie, seeds=base)
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device)) if generator is not None else 0
+    growth = Growth.of(factor, ffn_factor, split, seed)
+    found = plan(model, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie)
     with torch.no_grad():
         big = rebuilt(found, found.expanded())
     errors = compare(model, big, verify, noisy=noise_db is not None) if verify is not False else (None, None)
@@ -138,7 +139,7 @@ def fold_width(model: nn.Module, factor: int = 2, ffn_factor: int | float | None
     Raises:
         ValueError: as for ``expand_width``, and for widths that are no multiples.
     """
-    found = _wide_plan(unwrapped(model), factor, ffn_factor)
+    found = wide_plan(model, factor, ffn_factor)
     tensors = state(found.model)
     small = {name: fold_tensor(tensors[name].detach(), layout) for name, layout in found.written().items()}
     return rebuilt(found, ((name, x.clone()) for name, x in small.items()), wide=False)
@@ -161,16 +162,12 @@ def trap_projected(model: nn.Module, factor: int = 2, ffn_factor: int | float | 
 @torch.no_grad()
 def trap_tensors(model: nn.Module, factor: int, ffn_factor: int | float | None = None) -> dict[str, Tensor]:
     """Name -> clones of the fold of every tensor of a wide network."""
-    found = _wide_plan(model, factor, ffn_factor)
+    found = wide_plan(model, factor, ffn_factor)
     tensors = state(model)
     return {
         name: expand_tensor(fold_tensor(tensors[name].detach(), layout), layout)
         for name, layout in found.written().items()
     }
-
-
-def _wide_plan(model: nn.Module, factor: int, ffn_factor: int | float | None) -> Plan:
-    return plan(model, Growth.of(factor, ffn_factor), untie=False, wide=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- parity

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subspan.resize.width.axes import Growth, Layout
-from subspan.resize.width.plan import Plan, plan, unwrapped
+from subspan.resize.width.axes import Layout
+from subspan.resize.width.plan import unwrapped, wide_plan
 from subspan.resize.width.tiling import expand_tensor
 
 # Power of the gradient in each buffer that torch's optimisers and MuonAdamW keep.
@@ -62,16 +62,12 @@ def suggest_lr(
     Returns:
         Groups with ``lr`` and named ``params``, one per rate, for any torch optimiser.
     """
-    found = _grown(unwrapped(model), factor, ffn_factor)
+    found = wide_plan(model, factor, ffn_factor)
     groups: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, p in found.model.named_parameters():
         if p.requires_grad:
             groups.setdefault(seed_lr / lr_multipliers(found.layouts[name], optimizer), []).append((name, p))
     return [{"params": params, "lr": lr} for lr, params in groups.items()]
-
-
-def _grown(model: nn.Module, factor: int, ffn_factor: int | None) -> Plan:
-    return plan(model, Growth.of(factor, ffn_factor), untie=False, wide=True)
 
 
 @torch.no_grad()
@@ -100,7 +96,7 @@ def expand_optimizer_state(
         ValueError: a parameter is no parameter of ``model``, or a buffer is of an unknown kind.
     """
     model, big = unwrapped(model), unwrapped(big)
-    found, names = _grown(big, factor, ffn_factor), {p: n for n, p in model.named_parameters()}
+    found, names = wide_plan(big, factor, ffn_factor), {p: n for n, p in model.named_parameters()}
     shapes = {name: p.shape for name, p in big.named_parameters()}
     owners = {n: names[p] for n, p in model.named_parameters(remove_duplicate=False)}
     groups, states, number = [], {}, 0
@@ -156,7 +152,7 @@ def asymmetric_state_reset(
     Raises:
         ValueError: the optimiser holds no state, so there is nothing that could differ.
     """
-    found = _grown(unwrapped(model), factor, ffn_factor)
+    found = wide_plan(model, factor, ffn_factor)
     done = 0
     for name, p in found.model.named_parameters():
         layout = found.layouts[name]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subspan.resize.width.axes import Family, Growth, Layout, Rule, Sizes, count, find_rule, gauge, head_dim
+from subspan.resize.width.axes import Family, Growth, Layout, Rule, Sizes, count, find_rule, gauge, head_dim, seed_for
 from subspan.resize.width.families import family_of
-from subspan.resize.width.tiling import add_noise, expand_tensor, seed_for
+from subspan.resize.width.tiling import add_noise, expand_tensor
 from subspan.surgery import base_layer
 
 
@@ -47,7 +47,6 @@ class Plan:
     scheme: str = "clone"
     noise_db: float | None = None
     noise: str = "row"
-    seeds: int = 0
 
     def written(self) -> dict[str, Layout]:
         """The tensors the wide network holds, by name; those that stay tied once."""
@@ -64,7 +63,7 @@ class Plan:
             raise ValueError(f"{layout.name} holds NaN or Inf; a wide network would spread them to every unit")
         out = expand_tensor(x, layout, self.scheme)
         if self.noisy(layout):
-            add_noise(out, layout, self.noise_db or 0.0, self.noise, seed_for(layout.name, self.seeds))
+            add_noise(out, layout, self.noise_db or 0.0, self.noise, seed_for(layout.name, self.growth.seed))
         return out.clone() if out is x else out
 
     def noisy(self, layout: Layout) -> bool:
@@ -156,7 +155,6 @@ def plan(
     noise_db: float | None = 40.0,
     noise: str = "row",
     untie: bool = True,
-    seeds: int = 0,
     wide: bool = False,
 ) -> Plan:
     """Everything that growing (or folding, ``wide``) needs to know. Raises ``ValueError`` for what cannot be done."""
@@ -177,7 +175,12 @@ def plan(
             "untie=True"
         )
     layouts = {name: gauge(layout, family, growth, tied=keeps) for name, layout in plain.items()}
-    return Plan(model, family, growth, sizes, layouts, ties, bool(moving) and untie, scheme, noise_db, noise, seeds)
+    return Plan(model, family, growth, sizes, layouts, ties, bool(moving) and untie, scheme, noise_db, noise)
+
+
+def wide_plan(model: nn.Module, factor: int, ffn_factor: int | float | None = None) -> Plan:
+    """Of a network that was grown by these factors. A tie it still has was kept."""
+    return plan(unwrapped(model), Growth.of(factor, ffn_factor), untie=False, wide=True)
 
 
 def rebuilt(found: Plan, tensors: Iterable[tuple[str, Tensor]], *, wide: bool = True) -> nn.Module:

@@ -1,7 +1,6 @@
 """Cloning, folding and projecting one tensor: what the grown model, the streamed checkpoint and the monitor share."""
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import torch
 from jaxtyping import Float
@@ -128,12 +127,6 @@ def _noise_of(size: Tensor, like: Tensor, generator: torch.Generator) -> Tensor:
     """Gaussian noise of this norm, in float32; drawn on the CPU, so that it is equal on every device."""
     z = torch.randn(like.shape, generator=generator).to(like.device)
     return z.mul_((size / _norm(z)).float())
-
-
-def seed_for(name: str, base: int) -> torch.Generator:
-    """A generator of this tensor's own, so that its noise does not depend on which others came before."""
-    digest = blake2b(f"{base}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
 
 
 # ------------------------------------------------------------------------------------------------------------- the trap
