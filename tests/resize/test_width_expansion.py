@@ -267,6 +267,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"up_proj\.weight is 30.*intermediate_size"):
             expand_width(model, 2)
 
+    def test_a_head_size_that_is_not_the_configuration_s(self):
+        model = network("qwen3-tied")
+        model.config.head_dim = 4
+        with pytest.raises(ValueError, match=r"q_proj\.weight is 32.*num_attention_heads"):
+            expand_width(model, 2)
+
     def test_adapters_and_quantised_weights(self):
         from peft import LoraConfig, get_peft_model
 
@@ -299,6 +305,14 @@ class TestRefusals:
 
 
 class TestWorks:
+    def test_heads_keep_their_size_and_one_row_is_batch_enough(self):
+        for name in ("qwen3-tied", "llama"):
+            model = network(name)
+            big, report = expand_width(model, 2, verify={"input_ids": IDS[:1]})
+            assert big.config.head_dim == model.model.layers[0].self_attn.head_dim
+            assert big.config.num_attention_heads == 8
+            assert report.max_abs_err > 0
+
     def test_feed_forward_alone_keeps_the_rest(self):
         model = network("gpt2")
         big, report = expand_width(model, 1, 3, generator=seeded())

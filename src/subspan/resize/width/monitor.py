@@ -37,6 +37,7 @@ class TrapMonitor:
         rank_every: effective and stable ranks of the changes are taken at multiples of this step.
         max_matrices: ranks are taken of this many matrices at most, spread over the network.
         updates: also keep the weights of the last ``record``, for the escape ratio of what changed since.
+        gradients: also the escape ratio of the gradients that ``record`` finds.
         thresholds: below the first a network is "trapped", above the second "escaped".
 
     Raises:
@@ -53,6 +54,7 @@ class TrapMonitor:
         rank_every: int = 200,
         max_matrices: int = 16,
         updates: bool = False,
+        gradients: bool = False,
         thresholds: tuple[float, float] = (0.1, 0.5),
     ) -> None:
         self.model = unwrapped(model)
@@ -66,6 +68,7 @@ class TrapMonitor:
         self.start = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._last = {name: x.clone() for name, x in self.start.items()} if updates else None
         self.rank_every, self.max_matrices, self.thresholds = rank_every, max_matrices, thresholds
+        self.gradients = gradients
         self._clones = {name: clone_counts(layout) for name, layout in self._layouts.items()}
         self._parts = {
             name: [name if len(clones) == 1 else f"{name}[{i}]" for i in range(len(clones))]
@@ -109,14 +112,14 @@ class TrapMonitor:
     def record(self, step: int) -> dict[str, float]:
         """Figures of the network as it is now, kept in ``history`` too.
 
-        ``esc``, ``esc/GROUP``: of the change since the start. ``esc_grad``: of the gradients, where there are some.
+        ``esc``, ``esc/GROUP``: of the change since the start. ``esc_grad``: of the gradients (``gradients=True``).
         ``esc_update``: of the change since the last record (``updates=True``). At multiples of ``rank_every`` also
         ``effective_rank`` (exp of the entropy of the normalised singular values) and ``stable_rank`` of the change.
         """
         change = self._change(self.start)
         sets: dict[str, Mapping[str, Tensor]] = {"esc": change}
-        if grads := {n: p.grad for n, p in self._parameters.items() if p.grad is not None}:
-            sets["esc_grad"] = grads
+        if self.gradients:
+            sets["esc_grad"] = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         if self._last is not None:
             sets["esc_update"] = self._change(self._last)
         measured = self._escapes(**sets)
@@ -124,7 +127,8 @@ class TrapMonitor:
             torch._foreach_copy_(list(self._last.values()), list(self._parameters.values()))
         if step % self.rank_every == 0:
             measured |= self._ranks(change)
-        row: dict[str, float] = {"step": step} | {k: statistics.fmean(v.values()) for k, v in measured.items()}
+        means = {key: statistics.fmean(values.values()) for key, values in measured.items() if values}
+        row: dict[str, float] = {"step": step} | means
         for group in sorted(set(self.groups.values())):
             row[f"esc/{group}"] = statistics.fmean(v for n, v in measured["esc"].items() if self.groups[n] == group)
         self.matrices = {n: {k: v[n] for k, v in measured.items() if n in v} for n in self.groups}
