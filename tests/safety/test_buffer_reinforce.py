@@ -333,8 +333,12 @@ def test_files_of_another_base_or_another_role_are_refused(tmp_path):
             load_adapter(fresh(base), tmp_path / "r", "reinforce")
     with pytest.raises(SafetyError, match="holds no adapter"):
         load_adapter(fresh(llama()), tmp_path, "reinforce", "reinforce")
-    other = fresh(llama())
+    other = fresh(llama()).train()
     assert load_adapter(other, tmp_path / "r", "reinforce") == adapter_digest(model, "reinforce")
+    assert other.training
+    digest = adapter_digest(other, "reinforce")
+    factor_pairs(other, "reinforce")[0].layer.scaling["reinforce"] *= 2
+    assert adapter_digest(other, "reinforce") != digest  # the same factors at another scaling are another adapter
     record = json.loads((tmp_path / "r" / "role.json").read_text())
     (tmp_path / "r" / "role.json").write_text(json.dumps(record | {"digest": "0" * 32}))
     with pytest.raises(SafetyError, match="not those that were saved"):
@@ -378,6 +382,13 @@ def test_a_buffer_that_would_train_stops_the_next_step():
         model.base_model.set_adapter(["user", "buffer"])
         with pytest.raises(SafetyError, match=r"has become trainable \(set_adapter does that\)"):
             logits(model)
+    with buffered(model) as attached:
+        assert model.active_adapters[0] == "user"  # trainers take the first for the one that trains
+        param = factor_pairs(model, "buffer")[0].param_A
+        param.grad = torch.zeros_like(param)
+        with pytest.raises(SafetyError, match="has become trainable"):
+            attached.check()
+        param.grad = None
     with buffered(model):
         model.set_adapter("user")
         with pytest.raises(SafetyError, match="was switched off from outside"):
