@@ -212,7 +212,9 @@ def test_convolutions_sum_over_locations(loss, estimator, generator):
     assert layer.trace == pytest.approx(float(G.trace()), rel=1e-9)
     assert bool((layer.eigenvalues[:8] <= top(G) + 1e-10).all())
     if estimator == "ritz":
-        Q = Subspace.span(torch.stack([layer.directions.combine(c).flatten() for c in torch.eye(9).double()], 1), 1e-6).Q
+        Q = Subspace.span(
+            torch.stack([layer.directions.combine(c).flatten() for c in torch.eye(9).double()], 1), 1e-6
+        ).Q
         torch.testing.assert_close(
             layer.eigenvalues[: Q.shape[1]], top(Q.T @ G @ Q), rtol=0, atol=1e-7 * float(layer.eigenvalues[0])
         )
@@ -220,7 +222,7 @@ def test_convolutions_sum_over_locations(loss, estimator, generator):
         collapse_spectra(model, [(x, y)], ["0"], loss=loss, estimator="means", residuals=0)
 
 
-# ------------------------------------------------------------------------------------------------ streaming and resuming
+# ---------------------------------------------------------------------------------------------- streaming and resuming
 
 
 @unbalanced
@@ -245,7 +247,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6])
+@pytest.mark.parametrize("stop", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6))])
 def test_a_pass_that_stopped_goes_on_where_it_was_saved(case, tmp_path, stop):
     model, x, y = case
     batches = list(zip(x.split(5), y.split(5), strict=True))
@@ -274,6 +276,7 @@ def test_a_pass_that_stopped_goes_on_where_it_was_saved(case, tmp_path, stop):
         collapse_spectra(model, batches, state=tmp_path)
 
 
+@pytest.mark.slow
 def test_no_graph_survives_a_batch(case):
     model, x, y = case
     alive = []
@@ -289,11 +292,18 @@ def test_no_graph_survives_a_batch(case):
 
 
 @unbalanced
-def test_the_callback_keeps_reports_in_a_loop_and_under_the_trainer(case):
+def test_the_callback_keeps_reports_in_a_loop(case):
     model, x, y = case
     watch = CollapseSpectraCallback([(x, y)], ["2"], every=10, loss="mse", residuals=0)
     assert [step for step in range(1, 31) if watch(model, step) is not None] == [1, 10, 20, 30]
     assert list(watch.history) == [1, 10, 20, 30]
+
+
+@pytest.mark.slow
+def test_the_callback_makes_a_table_and_works_under_the_trainer(case):
+    model, x, y = case
+    watch = CollapseSpectraCallback([(x, y)], ["2"], every=10, loss="mse", residuals=0)
+    assert watch(model, 10) is not None
     table = watch.to_pandas()
     assert table.loc[(10, "2"), "top"] == pytest.approx(float(watch.history[10]["2"].eigenvalues[0]))
     state = type("State", (), {"global_step": 40})

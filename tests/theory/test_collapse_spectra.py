@@ -56,22 +56,24 @@ def test_t9_means_are_bounds_for_linear_nets_under_the_squared_loss(seed):
         assert bool((theta <= top(gauss_newton(model, x, name, "mse"))[: len(theta)] + 1e-10).all())
 
 
-@quick
+@pytest.mark.parametrize(
+    "options", [{"estimator": "between"}, {}, {"basis": "outer"}, {"basis": "class"}, {"weighting": "uniform"}]
+)
+@settings(deadline=None, max_examples=2)
 @given(seed=SEEDS, relu=st.booleans(), loss=st.sampled_from(LOSSES))
-def test_t10_between_and_ritz_are_bounds_always_and_t10d_sum_to_less_than_the_trace(seed, relu, loss):
+def test_t10_between_and_ritz_are_bounds_always_and_t10d_sum_to_less_than_the_trace(options, seed, relu, loss):
     model, x, y = drawn(seed, relu)
-    for options in ({"estimator": "between"}, {}, {"basis": "outer"}, {"basis": "class"}, {"weighting": "uniform"}):
-        report = spectra(model, x, y, loss, residuals=0, **options)
-        for name in report.layers:
-            G, theta = gauss_newton(model, x, name, loss), report[name].eigenvalues
-            assert bool((theta[: len(G)] <= top(G)[: len(theta)] + 1e-10).all())
-            assert report[name].trace == pytest.approx(float(G.trace()), rel=1e-10)
-            assert float(theta.sum()) <= report[name].trace + 1e-10
+    report = spectra(model, x, y, loss, residuals=0, **options)
+    for name in report.layers:
+        G, theta = gauss_newton(model, x, name, loss), report[name].eigenvalues
+        assert bool((theta[: len(G)] <= top(G)[: len(theta)] + 1e-10).all())
+        assert report[name].trace == pytest.approx(float(G.trace()), rel=1e-10)
+        assert float(theta.sum()) <= report[name].trace + 1e-10
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_t10b_ritz_values_on_mean_products_are_at_least_the_between_values(loss):
-    for seed in range(4):
+    for seed in range(3):
         model, x, y = drawn(seed)
         report = spectra(model, x, y, loss, estimator="between", residuals=0)
         for name, layer in report.layers.items():
@@ -269,6 +271,7 @@ def test_the_oracle_dense_and_by_lanczos_is_the_plain_matrix_and_so_is_the_hessi
         torch.testing.assert_close(product(v), G @ v, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_many_classes_keep_the_leading_directions_only(generator):
     K = 24
     model, (x, y) = network(generator, K=K), data(generator, K=K, counts=[2] * K)
