@@ -232,6 +232,14 @@ def test_t13_the_score_on_factors_is_the_dense_one():
         found.by_kind(["bad"])
 
 
+def test_a_layer_that_runs_twice_has_no_score():
+    model = llama()
+    model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
+    name = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(TargetError, match=f"{name} is used twice"):
+        safety_gradient_score(model, [step_rows()], {name: LowRank(torch.ones(16, 1), torch.ones(16, 1))})
+
+
 def test_t14_zero_adapters_in_a_model():
     model = three(filled=False)
     g = torch.Generator().manual_seed(0)
@@ -622,6 +630,29 @@ def test_a_buffer_that_does_not_pass_its_gate_is_refused(aligned):
     assert not Gate().passes(Reading(1.0, 1.2, 1.0))
     assert not Gate().passes(Reading(0.9, 1.0, 1.0))
     assert Gate().passes(Reading(0.95, 1.14, 1.0))
+
+
+def test_what_each_step_sees_and_whether_the_buffer_is_on(aligned):
+    model = adapters_on(aligned, "buffer", "user", "reinforce")
+    layer = factor_pairs(model, "buffer")[0].layer
+    refusals, ordinary = rows_of(FORBIDDEN, NO, 12, 2), rows_of(ORDINARY, YES, 12, 3)
+    seen = []
+
+    def spy(rows):
+        forbidden = sum(row["input_ids"][1] == FORBIDDEN for row in rows)
+        seen.append((forbidden, len(rows) - forbidden, "buffer" in layer.active_adapters))
+        return collate(rows)
+
+    def of(train, *rows, **options):
+        seen.clear()
+        train(model, *rows, collate=spy, fit=Fit(steps=2, batch_size=8), **options)
+        return seen
+
+    assert of(train_reinforce, refusals, ordinary) == [(4, 4, True)] * 2
+    assert of(train_reinforce, refusals, ordinary, two_state=True) == [(6, 2, True), (2, 6, False)]
+    assert of(train_user, refusals) == [(8, 0, True)] * 2
+    assert of(train_user, refusals, keep=ordinary) == [(8, 0, True), (0, 2, False), (0, 2, False)] * 2
+    assert of(train_user, refusals, buffer=None) == [(8, 0, False)] * 2
 
 
 def test_kept_rows_count_by_what_they_have_lost_alone(aligned):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from subspan.errors import TargetError
 from subspan.linalg import LowRank
 from subspan.surgery import base_layer, factor_pairs
 from subspan.surgery.answers import Batch, answer_logits, on_device_of, target_losses
@@ -66,7 +67,7 @@ def safety_gradient_score(
         Scores in the order of the rows, in units of the loss per unit of weight change.
 
     Raises:
-        TargetError: no such adapter or layer.
+        TargetError: no such adapter or layer, or a layer that a forward pass uses twice.
     """
     if isinstance(direction, str):
         pairs = factor_pairs(model, direction)
@@ -84,11 +85,18 @@ def safety_gradient_score(
             values = losses(model, batch)
             scores, squares = (torch.zeros(len(values), len(layers), dtype=torch.float64) for _ in range(2))
 
-            def note(name: str, gradient: LayerGradient, scores: Tensor = scores, squares: Tensor = squares) -> None:
+            fired: set[str] = set()
+
+            def note(
+                name: str, gradient: LayerGradient, scores: Any = scores, squares: Any = squares, fired: Any = fired
+            ) -> None:
+                if name in fired:
+                    raise TargetError(f"{name} is used twice in one forward pass: the norm of its gradient is no sum")
+                fired.add(name)
                 at, v = columns[name], changes[name]
                 v = LowRank(v.A.to(gradient.D), v.B.to(gradient.X))
-                scores[:, at] += direction_score(v, gradient).cpu().double()
-                squares[:, at] += example_gradients(gradient.D, gradient.X).norm_sq().cpu().double()
+                scores[:, at] = direction_score(v, gradient).cpu().double()
+                squares[:, at] = example_gradients(gradient.D, gradient.X).norm_sq().cpu().double()
 
             recorder.backward(values, note)
             parts.append((scores, squares.sqrt()))
