@@ -18,7 +18,7 @@ from subspan.claims.tileq import (
     PLANTED,
     RTN,
     SIDED,
-    TRAINED,
+    UPCYCLED,
     planted_experts,
     variants,
 )
@@ -39,7 +39,7 @@ def results(errors=None, losses=None, rand=1.0, shared=0.4):
             rows += [Row(OURS, setting, FACTORS, seed, shared), Row(SIDED, setting, FACTORS, seed, 1.0)]
             rows += [Row(OURS, setting, f"adjusted Rand index of {side}", seed, rand) for side in ("rows", "columns")]
         for method, value in (LOSSES | (losses or {})).items():
-            rows.append(Row(method, {"model": TRAINED}, LOSS, seed, value * (1 + seed)))
+            rows.append(Row(method, {"model": UPCYCLED}, LOSS, seed, value * (1 + seed)))
     return Results(rows)
 
 

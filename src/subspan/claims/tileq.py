@@ -36,7 +36,7 @@ SIDED = "one-sided sharing, equal rank"
 INDEX, RAW, OURS, BEST = "TileQ, index order", "TileQ, raw vectors", "TileQ, projectors", "TileQ, best of"
 NEAREST, VECTORS = "TileQ, best of, rounded to nearest", "TileQ, best of, GPTVQ"
 
-PLANTED, TRAINED = "planted grid", "trained Mixtral"
+PLANTED, UPCYCLED, SCRATCH = "planted grid", "upcycled Mixtral", "Mixtral from random copies"
 ERROR, LOSS = "relative output error", "increase of held-out loss"
 BITS, FACTORS = "bits per weight", "bits of factors"
 
@@ -171,33 +171,54 @@ def windows(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return text[start + torch.arange(LENGTH)]
 
 
-def trained_model(seed: int, smoke: bool) -> nn.Module:
-    """A Mixtral of two layers and 16 experts, which start as one feed-forward network plus noise (upcycled)."""
+def mixtral(experts: int, layers: int) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(seed)
-    steps, experts, layers = (20, 4, 1) if smoke else (1200, 16, 2)
     shape = MixtralConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=4, num_local_experts=experts, num_experts_per_tok=2, max_position_embeddings=LENGTH,
-        output_router_logits=True, router_aux_loss_coef=0.01, bos_token_id=None, eos_token_id=None,
+        num_key_value_heads=4, num_local_experts=experts, num_experts_per_tok=min(2, experts),
+        max_position_embeddings=LENGTH, output_router_logits=True, router_aux_loss_coef=0.01, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
-    model: Any = MixtralForCausalLM(shape)
-    with torch.no_grad():
-        for name, w in model.named_parameters():
-            if ".experts." in name:
-                w.copy_(w[:1] + 0.5 * w.std() * torch.randn_like(w))
-    train, _, _ = split(smoke)
+    return MixtralForCausalLM(shape)
+
+
+def fit(model: Any, steps: int, text: Tensor, generator: torch.Generator) -> None:
+    """AdamW in batches of 32 windows, one cycle of the rate."""
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
-    generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        x = windows(train, 32, generator)
+        x = windows(text, 32, generator)
         optimizer.zero_grad()
         model(input_ids=x, labels=x).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+
+
+def trained_model(seed: int, smoke: bool, upcycled: bool) -> nn.Module:
+    """A Mixtral of two layers and 16 experts, trained for 1200 steps, whose experts start as noisy copies of one.
+
+    Upcycled, that one comes from a dense network trained for the first 800 steps; otherwise it is as random as the
+    rest, and all steps train the experts.
+    """
+    torch.manual_seed(seed)
+    steps, experts, layers = (24, 4, 1) if smoke else (1200, 16, 2)
+    train, _, _ = split(smoke)
+    generator = torch.Generator().manual_seed(seed)
+    model, known, noise, before = mixtral(experts, layers), {}, 0.5, 0
+    if upcycled:
+        dense, noise, before = mixtral(1, layers), 0.1, 2 * steps // 3
+        fit(dense, before, train, generator)
+        known = dict(dense.named_parameters())
+    with torch.no_grad():
+        for name, w in model.named_parameters():
+            start = known.get(name, w)
+            if ".experts." in name:
+                w.copy_(start[:1] + noise * start.std() * torch.randn_like(w))
+            elif start.shape == w.shape:  # all but the router
+                w.copy_(start)
+    fit(model, steps - before, train, generator)
     return model.eval()
 
 
@@ -225,9 +246,9 @@ def compressed(model: nn.Module, batches: list[Tensor], config: TileQConfig, pri
     return model, Cost.total(costs)
 
 
-def trained(seed: int, smoke: bool) -> list[Row]:
+def trained(seed: int, smoke: bool, *, upcycled: bool) -> list[Row]:
     """E2: increase of the held-out loss of a byte-level Mixtral when its experts go to two bits."""
-    model = trained_model(seed, smoke)
+    model = trained_model(seed, smoke, upcycled)
     train, _, held = split(smoke)
     generator = torch.Generator().manual_seed(seed)
     batches = [windows(train, 32, generator) for _ in range(2 if smoke else 16)]
@@ -235,7 +256,7 @@ def trained(seed: int, smoke: bool) -> list[Row]:
         bits=2, rank=16, grid=(2, 2) if smoke else (4, 4), group_size=32, scale_exponent=EXPONENT, rotation=False,
         seed=seed,
     )  # fmt: skip
-    full, setting = loss(model, held), {"model": TRAINED}
+    full, setting = loss(model, held), {"model": UPCYCLED if upcycled else SCRATCH}
     every = variants(base, private=4) | {
         NEAREST: (replace(base, quantizer="rtn"), False),
         VECTORS: (replace(base, quantizer="gptvq"), False),
@@ -250,7 +271,7 @@ def trained(seed: int, smoke: bool) -> list[Row]:
 
 def cells(smoke: bool) -> list[Cell]:
     draws = [Cell(f"{PLANTED} {draw}", planted, {"draw": draw}) for draw in range(1 if smoke else 3)]
-    return [*draws, Cell(TRAINED, trained)]
+    return [*draws, *(Cell(f"Mixtral {upcycled}", trained, {"upcycled": upcycled}) for upcycled in (True, False))]
 
 
 # ---- statements
@@ -277,7 +298,7 @@ def worst(other: str, metric: str = ERROR) -> Callable[[Results], float]:
 
 def mean_increase(other: str) -> Callable[[Results], float]:
     """Ratio of the mean increases of the loss."""
-    return lambda r: float(r.values(BEST, LOSS, model=TRAINED).mean() / r.values(other, LOSS, model=TRAINED).mean())
+    return lambda r: float(r.values(BEST, LOSS, model=UPCYCLED).mean() / r.values(other, LOSS, model=UPCYCLED).mean())
 
 
 def recovered(r: Results) -> float:
@@ -292,15 +313,16 @@ STATEMENTS = (
     Statement("error over one-sided sharing of equal rank, at worst", worst(SIDED), 1.10, "<="),
     Statement("with this share of its factors' memory", worst(SIDED, FACTORS), 0.401, "<="),
     Statement("error over GPTQ alone, at worst", worst(GPTQ), 0.40, "<="),
-    Statement("trained Mixtral: increase of the loss over GPTQ alone's", mean_increase(GPTQ), 0.90, "<="),
+    Statement("upcycled Mixtral: increase of the loss over GPTQ alone's", mean_increase(GPTQ), 0.90, "<="),
     Statement("over that of private factors of equal memory", mean_increase(EQUAL), 1.00, "<="),
     Statement("over that of one-sided sharing, which stores more", mean_increase(SIDED), 1.25, "<="),
     Statement("over that of rounding to nearest", mean_increase(RTN), 0.90, "<="),
 )
 
 NOTES = """\
-Planted grids favour the method by construction; the trained model does not, and there placement matters little. The
-held-out loss is of a small byte-level model: two layers, 16 experts of 64 x 128, groups of 32. At this size the factors
+Planted grids favour the method by construction; a trained model does not. Upcycled experts share the network that they
+were copied from, copies of a random one soon share little: no statement is made about those. The held-out loss is of a
+small byte-level model: two layers, 16 experts of 64 x 128, groups of 32. At this size the factors
 cost 0.75 bit per weight and levels 0.56; in a model of real size 0.04 and 0.14. All costs are the bytes stored.
 """
 
@@ -314,8 +336,9 @@ CLAIM = Claim(
     smoke_seeds=(0,),
     plots=(
         Plot("Relative output error on planted grids", ERROR, where={"model": PLANTED}),
-        Plot("Increase of the held-out loss of a trained Mixtral", LOSS, where={"model": TRAINED}),
-        Plot("Bits per weight of factors, trained Mixtral", FACTORS, where={"model": TRAINED}),
+        Plot("Increase of the held-out loss of an upcycled Mixtral", LOSS, where={"model": UPCYCLED}),
+        Plot("The same, its experts copies of a random one", LOSS, where={"model": SCRATCH}),
+        Plot("Bits per weight of factors, upcycled Mixtral", FACTORS, where={"model": UPCYCLED}),
     ),
     notes=NOTES,
 )
