@@ -141,6 +141,7 @@ def test_a_run_folder_of_tune_with_its_trained_head(sentence_encoder, table, tmp
     )
     assert facts["kind"] == "classifier"
     assert len(facts["update"]) == 2
+    assert facts["kind"] in (tmp_path / "page.html").read_text()
     (layer,) = facts["curvature"]["layers"]
     head = adapted.base_model.model.classifier.modules_to_save["default"].weight
     values = torch.linalg.svdvals(head.detach().double()).square()

@@ -166,8 +166,8 @@ def compared(model: nn.Module, x: Tensor, y: Tensor, loss: str, setting: dict[st
         row(RANDOM, "share of the gradient", Subspace.span(drawn).captured_energy(gradients[number]))
         for method in (RITZ, RITZ_UNIFORM):
             if method in reports:
-                row(method, "share of the gradient", reports[method][name].gradient.fraction)
-        row(EXACT, "NC1, trace", reports[RITZ][name].collapse.nc1_trace)
+                row(method, "share of the gradient", reports[method][name].gradient_fraction)
+        row(EXACT, "NC1, trace", reports[RITZ][name].nc1)
         row(EXACT, "NC3", reports[RITZ][name].collapse.nc3)
         for count, label in ((K * K, "gap behind K²"), ((K - 1) ** 2, "gap behind (K-1)²")):
             # the last layer has no further eigenvalues under cross-entropy; rounding keeps the ratio finite

@@ -7,14 +7,14 @@ import numpy as np
 
 from subspan.pages import Figure, Page, Section, Table, Text, bars, spectra
 
-_MEANING = (
-    "The curvature of a layer is its Gauss-Newton matrix. It has a few large eigenvalues, the outliers, and a bulk. "
-    "predicted: Ritz values on the outer products of class means, which never exceed the true ones. from means alone: "
-    "the paper's formula, exact at neural collapse and without a bound before it. measured: Lanczos on the exact "
-    "matrix. share of the trace: what the predicted eigenvalues hold of the whole. overlap: of the predicted and the "
-    "measured leading eigenspace, 1 for the same. gap: the eigenvalue before the cut at {cut}, K being the number of "
-    "classes, over the one behind it, both measured; near 1 there is no gap, whatever the theory of collapse says."
-)
+_MEANING = """The curvature of a layer is its Gauss-Newton matrix: a few large eigenvalues, the outliers, above a bulk.
+
+predicted: Ritz values on the outer products of class means, which never exceed the true ones. from means alone: the
+paper's formula, exact at neural collapse and without a bound before it. measured: Lanczos on the exact matrix.
+
+share of the trace: what the predicted eigenvalues hold of the whole. overlap: of the predicted and the measured leading
+eigenspace, 1 for the same. gap: with K classes, the eigenvalue before the cut at {cut} over the one behind it, both
+measured; near 1 there is no gap. certified distance: some eigenvalue lies within this share of the predicted one."""
 _COLLAPSE = (
     "All but the last two columns vanish at neural collapse; those are cosines that become 1. The formulas from means "
     "alone hold there, and not before: read them together with the gap between the two predictions."
@@ -43,7 +43,7 @@ def _lead(facts: Mapping[str, Any]) -> str:
     lead = f"A {facts['kind']}".replace("A a", "An a").replace("A e", "An e")
     if found := facts.get("curvature"):
         counts = ", ".join(map(str, found["counts"][:10]))
-        lead += f", on {sum(found['counts'])} rows of {facts['data']} ({counts} of each class)"
+        lead += f", on {sum(found['counts'])} rows of {facts['data']} (of each class: {counts})"
         lead += f", mean loss {found['mean_loss']:.3g}"
     return f"{lead}."
 
@@ -66,7 +66,7 @@ def _outliers(found: Mapping[str, Any]) -> Section:
         )  # fmt: skip
     columns = [
         "layer", "first eigenvalue, measured", "predicted", "relative error", "from means alone", "share of the trace",
-        "overlap", "gap", "certified distance / eigenvalue",
+        "overlap", "gap", "certified distance",
     ]  # fmt: skip
     name = "K²" if found["loss"] == "mse" else "(K-1)²"
     blocks: list[Any] = [Text(_MEANING.format(cut=name)), Table(columns, rows)]

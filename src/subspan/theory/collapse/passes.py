@@ -17,7 +17,7 @@ Progress = Callable[[int, int | None], None]
 
 
 def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The layers of these names, if each has a weight matrix of its own; by default all that have one.
+    """The layers of these names in the model's order, if each has a weight matrix of its own; by default all such.
 
     Raises:
         TargetError: an unknown name, a module without a weight matrix, or a weight that several layers share.
@@ -35,7 +35,7 @@ def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict
         if name in shared:
             other = next(key for key in shared[name] if key != f"{name}.weight")
             raise TargetError(f"{name} shares its weight with {other}; its curvature is not that of one layer")
-    return {name: known[name] for name in names}
+    return {name: module for name, module in known.items() if name in names}
 
 
 def _called(module: nn.Module) -> nn.Module:

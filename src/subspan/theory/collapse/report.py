@@ -110,6 +110,16 @@ class LayerSpectrum:
     span: Frame
 
     @property
+    def nc1(self) -> float:
+        """tr Sigma_W / tr Sigma_B of the layer's inputs."""
+        return self.collapse.nc1_trace
+
+    @property
+    def gradient_fraction(self) -> float:
+        """Share of the gradient's energy inside the span of the directions (nan for a zero gradient)."""
+        return self.gradient.fraction
+
+    @property
     def jacobian_size(self) -> int:
         """Numbers that hold one sample's Jacobians and inputs."""
         return round(self.locations * (self.classes * self.shape[0] + self.shape[1]))
@@ -161,7 +171,7 @@ class LayerSpectrum:
             "shape": list(self.shape),
             "estimator": self.estimator,
             "basis": self.basis,
-            "directions": len(self.directions),
+            "directions": self.span.T.shape[1],
             "eigenvalues": self.eigenvalues.tolist(),
             "eigenvalues_means": self.eigenvalues_means.tolist(),
             "trace": self.trace,
