@@ -728,6 +728,9 @@ def test_the_classifier_refuses_new_classes_and_bad_rows():
     with pytest.raises(ValueError, match="'d' was not among"):
         model.partial_fit_task(X, np.where(y == "a", "d", y))
     assert model.tasks_ == []
+    for option in ({"hidden": ()}, {"batch_size": 0}, {"task_steps": 0}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            small(**option).fit(X, y)
     with pytest.raises(ValueError, match="12 features"):
         model.predict(X[:, :2])
 

@@ -93,7 +93,7 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         network_: the torch network, with its memory at ``network_.moram``.
 
     Raises:
-        ValueError: a task with labels that ``fit`` did not see.
+        ValueError: a task with labels that ``fit`` did not see, no hidden layer, or no steps or rows.
         NonFinite: training diverges.
     """
 
@@ -132,6 +132,11 @@ class ContinualMoRAMClassifier(ClassifierMixin, BaseEstimator):
         X, y = validate_data(self, X, y, dtype=np.float32)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
+        if not len(self.hidden):
+            raise ValueError("hidden is empty: a memory needs at least one hidden layer")
+        for name in ("base_steps", "task_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if len(self.classes_) < 2:
             raise ValueError(f"a classifier needs at least two classes, and y has 1 class only: {self.classes_[0]}")
         config = MoRAMConfig(
