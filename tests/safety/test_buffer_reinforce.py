@@ -31,7 +31,7 @@ from subspan.safety import (
 )
 from subspan.safety.buffer_reinforce.adapters import best_of
 from subspan.safety.buffer_reinforce.roles import role_of_adapter
-from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, lost, mean_loss, row_losses
+from subspan.safety.buffer_reinforce.stages import Reading, first_tokens, gate_reading, lost, mean_loss, row_losses
 from subspan.surgery import factor_pairs
 from subspan.surgery.answers import answer_batch, answer_logits, target_losses
 
@@ -627,6 +627,9 @@ def test_a_buffer_that_does_not_pass_its_gate_is_refused(aligned):
         Fit(steps=0)
     with pytest.raises(ValueError, match="1 forbidden rows are too few"):
         train_buffer(model, rows[0][:1], keep=rows[1], collate=collate)
+    # What the base answers as the row does needs no buffer.
+    assert gate_reading(model, collate, rows[1], rows[1]).answered == 1.0
+    assert gate_reading(model, collate, rows[0], rows[1]).answered == 0.0
     assert not Gate().passes(Reading(1.0, 1.2, 1.0))
     assert not Gate().passes(Reading(0.9, 1.0, 1.0))
     assert Gate().passes(Reading(0.95, 1.14, 1.0))
