@@ -49,7 +49,7 @@ class Directions:
         """<D_j, sum_t S_t X_tᵀ> of every example and row, without forming a p x q matrix."""
         left, right = S @ self.a.T.to(S.dtype), X @ self.m.T.to(X.dtype)
         if S.shape[2] == 1:
-            return left[:, :, 0, self.i] * right[:, 0, self.j]
+            return left[:, :, 0, self.i].mul_(right[:, 0, self.j])
         return torch.einsum("kbta,btm->kbam", left, right)[..., self.i, self.j]
 
     def combine(self, c: Float[Tensor, " d"]) -> Float[Tensor, "p q"]:

@@ -163,7 +163,7 @@ def sample_features(layer: LayerJacobian) -> Float[Tensor, "b q"]:
 def curvature_trace(S: Float[Tensor, "k b t p"], X: Float[Tensor, "b t q"]) -> Float[Tensor, ""]:
     """Sum over examples and rows of |sum_t S_t X_tᵀ|²: n times the trace of the layer's Gauss-Newton matrix."""
     if S.shape[2] == 1:
-        return (S[:, :, 0].square().sum((0, 2)) * X[:, 0].square().sum(1)).sum()
+        return (torch.linalg.vector_norm(S, dim=(0, 2, 3)).square() * X[:, 0].square().sum(1)).sum()
     return sum((example_gradients(rows, X).norm_sq().sum() for rows in S), S.new_zeros(()))
 
 
@@ -184,13 +184,13 @@ def first_moments(batch: Captured, loss: Loss, weighting: str) -> dict[str, Tens
     for name, layer in layers.items():
         A, X = layer
         classes, weighted, u = (x.to(A.dtype) for x in (member, member * weight[:, None], slope))
-        h = sample_features(layer)
+        h, whole = sample_features(layer), A[:, :, 0] if A.shape[2] == 1 else A.sum(2)
         pulled = torch.einsum("bk,kbtp->btp", u, A)
         out |= {
             f"{name}/features": classes.T @ h,
             f"{name}/squares": h.square().sum(),
             f"{name}/weighted": weighted.T @ h,
-            f"{name}/jacobians": (weighted.T @ A.sum(2)).transpose(0, 1),  # c x k x p
+            f"{name}/jacobians": (weighted.T @ whole).transpose(0, 1),  # c x k x p
             f"{name}/gradient": pulled.flatten(0, 1).T @ X.flatten(0, 1),
             f"{name}/trace": curvature_trace(root_product(loss, logits, A), X),
             f"{name}/locations": X.new_tensor(X.shape[0] * X.shape[1]),
