@@ -172,7 +172,7 @@ def prompts(split: str, smoke: bool) -> Prompts:
     part: Any = split
     forbidden = topic_requests(FORBIDDEN, n, part=part, random_state=1)
     ordinary = topic_requests(ORDINARY, n, part=part, random_state=2)
-    task = headlines("train")[:VALIDATION] if split == "validation" else headlines("test")[:48]
+    task = headlines("train")[:VALIDATION] if split == "validation" else headlines("test")[:96]
     task = task[:n] if smoke else task
     return Prompts(
         [r.prompt for r in forbidden], [r.prompt for r in ordinary], [p for p, _ in task], [label for _, label in task]
@@ -317,10 +317,10 @@ CLAIM = Claim(
         ),
         Statement("gradient norm of forbidden rows, buffer on over off, worst seed", damped_gradient, 0.5, "<="),
     ),
-    seeds=(100, 101, 102, 103, 104),
+    seeds=(105, 106, 107, 108, 109),
     notes=(
-        "The two-state user of Buffer-and-Reinforce fails at p = 1, and costs accuracy; the same buffer with a "
-        "one-state user ('buffer, kept rows') holds HS at every p and over-refuses at small ones."
+        "The buffer keeps HS low; kept rows seen without it, which count by what they have lost alone, keep OR low "
+        "('buffer, kept rows' is the same run without them)."
     ),
     plots=(
         Plot("Forbidden prompts that are answered (HS)", "HS", over="p"),
