@@ -251,6 +251,6 @@ def warn_exact(model: nn.Module, factor: int, ffn_factor: int | None = None) -> 
     if exact_clone(model, factor, ffn_factor):
         warnings.warn(
             "this network is an exact clone: every optimiser that treats clones alike (SGD, Adam, Muon) keeps it equal "
-            "to its seed; grow it with noise_db=40, or call asymmetric_state_reset",
+            "to its seed, up to rounding; grow it with noise_db=40, or call asymmetric_state_reset",
             stacklevel=3,
         )
