@@ -36,7 +36,7 @@ def place(causal, tmp_path_factory):  # noqa: F811
         files[f"{name}_rows"] = write_rows(home / f"{name}.jsonl", rows)
         Direction.from_data(model, tok, rows, steps=8, lr=1e-2, stop_margin=None).save(home / name)
         files[name] = str(home / name)
-    both = [{"prompt": f"rate : w{i + 20} w{i}", "answer": a, "source": a} for i in range(20) for a in ("good", "bad")]
+    both = [{"prompt": f"rate : w{i + 20} w{i}", "answer": a, "source": a} for i in range(10) for a in ("good", "bad")]
     files["rows"] = write_rows(home / "rows.jsonl", [*both, {"prompt": "w1", "answer": "", "source": "good"}])
     files["model"] = str(causal)
     return files
@@ -53,12 +53,12 @@ def test_a_table_in_two_formats_and_a_page_and_the_second_run_reads_it(place, tm
     first = run(*args, "--json")
     assert first.exit_code == 0, first.output
     summary = json.loads(first.stdout.strip().splitlines()[-1])
-    assert summary["rows"] == 41
+    assert summary["rows"] == 21
     assert len(summary["top"]) == 3
-    assert summary["unscored"] == [{"row": 41, "reason": "the answer is empty"}]
+    assert summary["unscored"] == [{"row": 21, "reason": "the answer is empty"}]
     table, same = RiskTable.read(out), RiskTable.read(out.with_suffix(".csv"))
     assert table["score"][:-1].tolist() == same["score"][:-1].tolist()
-    assert {table["source"][i] for i in table.ranking[:15]} == {"bad"}
+    assert {table["source"][i] for i in table.ranking[:8]} == {"bad"}
     page = out.with_suffix(".html").read_text()
     assert "Do the directions steer?" in page
     assert "w20" not in page
@@ -66,7 +66,8 @@ def test_a_table_in_two_formats_and_a_page_and_the_second_run_reads_it(place, tm
     again = run(*args)
     assert again.exit_code == 0
     assert RiskTable.read(out)["score"].tolist()[:-1] == stamp[:-1]
-    assert "41" in again.stdout or "row" in again.stdout
+    assert "scored 21/21" in first.stderr
+    assert "scored 21/21" not in again.stderr  # it was read
 
 
 @pytest.mark.slow
