@@ -409,6 +409,17 @@ def test_a_buffer_that_would_train_stops_the_next_step():
         buffered(model, "bufer")
 
 
+def test_a_buffer_that_a_stopped_run_left_on_is_said_and_comes_off():
+    model = three()
+    buffered(model).attach()  # by a trainer that never came to its end
+    with pytest.raises(SafetyError, match=r"model\.subspan_buffered\.remove\(\) takes it off"):
+        buffered(model).attach()
+    model.subspan_buffered.remove()
+    with buffered(model):
+        logits(model)
+    assert model.active_adapters == ["user"]
+
+
 def test_a_resumed_run_refuses_another_buffer():
     model = three()
     digest = adapter_digest(model, "buffer")

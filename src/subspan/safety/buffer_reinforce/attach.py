@@ -24,8 +24,8 @@ class buffered:
         digest: what ``adapter_digest`` gave for the buffer when the run began, to resume it.
 
     Raises:
-        SafetyError: the buffer is not the one of ``digest``, it was trained or changed, or the model was merged while
-            it was on.
+        SafetyError: the buffer is not the one of ``digest``, it was trained or changed, the model was merged while it
+            was on, or another run left one attached.
         TargetError: there is no such adapter.
     """
 
@@ -55,6 +55,12 @@ class buffered:
     def attach(self) -> None:
         """Put the buffer on; called again (after a trainer loaded a checkpoint) it restores what was changed."""
         if self._hook is None:
+            if getattr(self.model, "subspan_buffered", None) is not None:
+                raise SafetyError(
+                    "a buffer is attached to this model already, perhaps by a run that was stopped; "
+                    "model.subspan_buffered.remove() takes it off"
+                )
+            self.model.subspan_buffered = self
             mark_role(self.model, self.buffer, "buffer")
             for pair in self.pairs:  # train() would switch a dropout on again, and has nothing to switch so
                 self._dropouts.append(pair.layer.lora_dropout[self.buffer])
@@ -83,7 +89,7 @@ class buffered:
         if self._hook is None:
             return
         self._hook.remove()
-        self._hook = None
+        self._hook = self.model.subspan_buffered = None
         for pair, dropout in zip(self.pairs, self._dropouts, strict=True):
             pair.layer.lora_dropout[self.buffer] = dropout
         self._dropouts = []
