@@ -222,6 +222,23 @@ def test_convolutions_sum_over_locations(loss, estimator, generator):
         collapse_spectra(model, [(x, y)], ["0"], loss=loss, estimator="means", residuals=0)
 
 
+def test_padding_changes_nothing(generator):
+    model = nn.ModuleDict({"layer": nn.Linear(5, 6), "head": nn.Linear(6, 3)}).double()
+    x, y = torch.randn(9, 4, 5, generator=generator, dtype=torch.float64), torch.arange(9) % 3
+
+    def forward(model, batch):
+        x, mask, y = batch
+        return model["head"]((model["layer"](x).relu() * mask[..., None]).sum(1)), y
+
+    whole = collapse_spectra(model, [(x, torch.ones(9, 4), y)], forward_fn=forward)
+    padded = torch.cat([x, torch.full((9, 3, 5), 7.0)], 1)
+    mask = torch.cat([torch.ones(9, 4), torch.zeros(9, 3)], 1)
+    longer = collapse_spectra(model, [(padded, mask, y)], forward_fn=forward)
+    for name, layer in whole.layers.items():
+        torch.testing.assert_close(longer[name].eigenvalues, layer.eigenvalues, rtol=1e-9, atol=1e-12)
+        assert longer[name].nc1 == pytest.approx(layer.nc1, rel=1e-9)
+
+
 # ---------------------------------------------------------------------------------------------- streaming and resuming
 
 
