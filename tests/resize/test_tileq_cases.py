@@ -396,6 +396,9 @@ def test_the_same_seed_gives_the_same_bytes_and_best_is_never_worse_than_index_o
     (a, fa), (b, _) = (TileQExperts.from_float(experts, moments, small(placement="best")) for _ in range(2))
     first, second = (list(x.state_dict().values()) for x in (a, b))
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(first, second, strict=True))
+    plain, _ = TileQExperts.from_float(experts, moments, small(placement="index", grid=(3, 3)))
+    assert torch.equal(plain.up.cells, index_order(9, (3, 3)).to(torch.int16))
+    assert index_order(5, (2, 3)).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1]]
     for fit in fa:
         assert set(fit.placement_errors) == {"index", "projector", "sketch"}
         assert fit.placement_errors[fit.placement] == min(fit.placement_errors.values())

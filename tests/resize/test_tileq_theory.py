@@ -193,7 +193,22 @@ def fused_problem(k, p, q, seed, sharing, dtype=torch.float64):
     )
 
 
-@settings(deadline=None, max_examples=12)
+def check_paths(factors, path, x, chosen, weights, tolerance):
+    """Against the reference path, and against the corrections themselves, row by row."""
+    found, expected = (lowrank_moe(x, chosen, weights, factors, p) for p in (path, "reference"))
+    t, k = chosen.shape
+    assert found.shape == ((t, 7) if weights is not None else (t, k, 7))
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+    one_by_one = torch.zeros(t, k, 7, dtype=torch.float64)
+    for token in range(t):
+        for place in range(k):
+            row = x[token, place] if x.ndim == 3 else x[token]
+            one_by_one[token, place] = factors.correction(int(chosen[token, place])).double() @ row.double()
+    plain = one_by_one if weights is None else (weights.double().unsqueeze(-1) * one_by_one).sum(1)
+    assert float((found.double() - plain).norm()) <= max(tolerance, 1e-11) * float(plain.norm()) + 1e-300
+
+
+@settings(deadline=None, max_examples=8)
 @given(
     seed=SEEDS,
     t=st.integers(0, 9),
@@ -212,16 +227,18 @@ def test_t8_every_path_is_the_reference_for_any_routing(seed, t, k, sharing, own
     chosen = torch.randint(0, 6, (t, k), generator=generator)
     x = normal(*((t, k, 5) if own else (t, 5)), seed=seed).to(kind)
     weights = torch.rand(t, k, generator=generator).to(kind) if mixed else None
-    found, expected = (lowrank_moe(x, chosen, weights, factors, p) for p in (path, "reference"))
-    assert found.shape == ((t, 7) if mixed else (t, k, 7))
-    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
-    one_by_one = torch.zeros(t, k, 7, dtype=torch.float64)
-    for token in range(t):
-        for place in range(k):
-            row = x[token, place] if own else x[token]
-            one_by_one[token, place] = factors.correction(int(chosen[token, place])).double() @ row.double()
-    plain = one_by_one if weights is None else (weights.double().unsqueeze(-1) * one_by_one).sum(1)
-    assert float((found.double() - plain).norm()) <= max(tolerance, 1e-11) * float(plain.norm()) + 1e-300
+    check_paths(factors, path, x, chosen, weights, tolerance)
+
+
+@pytest.mark.parametrize("sharing", ["expert", "row", "layer"])
+def test_t8_every_combination_of_inputs_outputs_and_paths(sharing):
+    factors = fused_problem(6, 5, 7, 0, sharing)
+    for tokens, own, mixed, path in itertools.product(
+        (3, 80), (False, True), (False, True), ("dense", "grouped", "auto")
+    ):
+        chosen = torch.randint(0, 6, (tokens, 2), generator=torch.Generator().manual_seed(tokens))
+        x, weights = normal(*((tokens, 2, 5) if own else (tokens, 5))), normal(tokens, 2, seed=1) if mixed else None
+        check_paths(factors, path, x, chosen, weights, 1e-12)
 
 
 # ---- rotation
