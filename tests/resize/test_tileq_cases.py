@@ -112,6 +112,7 @@ def batches(d: int = 32, count: int = 2) -> list[torch.Tensor]:
         ({"bits": 5}, "bits must be one of 2, 3, 4, 8, got 5"),
         ({"group_size": 0}, "group_size must be at least 1"),
         ({"rotation_block": 48}, "rotation_block must be a power of two, got 48"),
+        ({"identity_block": -1}, "identity_block must not be negative"),
         ({"scale_exponent": -1.0}, "scale_exponent must be finite"),
         ({"scale_ratio_max": 1.0}, "scale_ratio_max must exceed 1"),
         ({"quantizer": "awq"}, "unknown quantizer 'awq'; known: gptq, gptvq, diag, rtn"),

@@ -86,9 +86,10 @@ class TileQConfig:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
         if isinstance(self.grid, str) and self.grid not in ("auto", "square"):
             raise ValueError(f"grid must be 'auto', 'square' or (rows, columns), got {self.grid!r}")
-        for name in ("rotation_block",):
-            if (n := getattr(self, name)) < 1 or n & (n - 1):
-                raise ValueError(f"{name} must be a power of two, got {n}")
+        if (n := self.rotation_block) < 1 or n & (n - 1):
+            raise ValueError(f"rotation_block must be a power of two, got {n}")
+        if self.identity_block < 0:
+            raise ValueError(f"identity_block must not be negative, got {self.identity_block}")
         for name in ("scale_exponent", "damping"):
             if not (math.isfinite(value := getattr(self, name)) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
