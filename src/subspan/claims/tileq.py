@@ -40,7 +40,7 @@ PLANTED, UPCYCLED, SCRATCH = "planted grid", "upcycled Mixtral", "Mixtral from r
 ERROR, LOSS = "relative output error", "increase of held-out loss"
 BITS, FACTORS = "bits per weight", "bits of factors"
 
-# Bytes of a window of text; exponent of the activation scale, chosen on the validation text with seed 100.
+# Bytes of a window of text; exponent of the activation scale, that of the specification's planted grid.
 LENGTH, EXPONENT = 64, 1.0
 
 
