@@ -100,7 +100,9 @@ def user_step(repeats: int, layers: int) -> None:
     context.attach()
     context.switch(False)
     times = interleaved({"buffered": with_buffer, "plain": step}, repeats, clock=time.process_time)
-    report("user_step_smollm2", median_ratio(times, "buffered", "plain"), 1.35, "lower", "plain LoRA step", layers=layers)
+    report(
+        "user_step_smollm2", median_ratio(times, "buffered", "plain"), 1.35, "lower", "plain LoRA step", layers=layers
+    )
     held = sum(p.grad is not None for n, p in model.named_parameters() if ".buffer." in n)
     report("gradients_on_the_buffer", held, 0, "lower", "tensors")
     context.remove()
