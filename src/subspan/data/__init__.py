@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from subspan.data.fields import read_fields
     from subspan.data.graphs import Graph, blogcatalog, contextual_sbm, digits_graphs, homophilous_edges
     from subspan.data.images import DomainShift, Images, digits, digits_domain_shift, mnist5k
+    from subspan.data.models import load_pretrained
     from subspan.data.neural import CountTrials, LatentSeries, MotorCortex, lorenz_thomas, motor_cortex, rotating_counts
     from subspan.data.pde import DarcyFlow, DarcyGenerator, NavierStokesGenerator, Vorticity
     from subspan.data.refusals import TOPICS, Request, topic_requests
@@ -36,6 +37,7 @@ _HOMES = {
     "fields": ("read_fields",),
     "graphs": ("Graph", "blogcatalog", "contextual_sbm", "digits_graphs", "homophilous_edges"),
     "images": ("DomainShift", "Images", "digits", "digits_domain_shift", "mnist5k"),
+    "models": ("load_pretrained",),
     "neural": ("CountTrials", "LatentSeries", "MotorCortex", "lorenz_thomas", "motor_cortex", "rotating_counts"),
     "refusals": ("TOPICS", "Request", "topic_requests"),
     "sentence": ("SentenceClassifier", "classifier_class"),
@@ -93,6 +95,7 @@ __all__ = [
     "iterate_rows",
     "leukemia_all",
     "limit_words",
+    "load_pretrained",
     "load_reviews",
     "load_text",
     "lorenz_thomas",

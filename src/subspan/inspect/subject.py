@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from subspan.data import classifier_class, model_source
+from subspan.data import classifier_class, load_pretrained, model_source
 from subspan.errors import DataError, first_line
 from subspan.linalg import LowRank
 from subspan.surgery import load_factors
@@ -121,35 +121,20 @@ def _head_rows(path: Path) -> int:
 
 
 def _loaded(factory: Any, name: str, **options: Any) -> Any:
-    from transformers import AutoConfig, GgufConfig
     from transformers.utils import logging
 
-    source = model_source(name)
-    if source.gguf_file:
-        options["gguf_file"] = source.gguf_file
-        if factory is not AutoConfig:
-            options["quantization_config"] = GgufConfig(dequantize=True)  # packed blocks are no matrices
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
+    level = logging.get_verbosity()
     logging.set_verbosity_error()  # an encoder's unused head is no news here
     try:
-        return factory.from_pretrained(source.path, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no model loads from {name}: {first_line(error)}") from error
+        return load_pretrained(factory, name, **options)
     finally:
         logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _loaded_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    source = model_source(name)
-    try:
-        return AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no tokenizer loads from {name}: {first_line(error)}") from error
+    return load_pretrained(AutoTokenizer, name, "tokenizer")
 
 
 def label_names(known: Sequence[str], values: Sequence[Any], count: int) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from subspan.data import classifier_class, guess_column
+from subspan.data import classifier_class, guess_column, load_pretrained, model_source
 from subspan.errors import DataError, first_line
 from subspan.tune.config import Config
 from subspan.tune.sections import Data
@@ -107,39 +107,25 @@ def column_names(table: Any, data: Data) -> dict[str, str]:
 def load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
-    from subspan.data import model_source
-
-    source = model_source(config.model)
-    try:
-        return AutoTokenizer.from_pretrained(source.path, gguf_file=source.gguf_file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no tokenizer loads from {config.model}: {first_line(error)}") from error
+    return load_pretrained(AutoTokenizer, config.model, "tokenizer")
 
 
 def load_model(config: Config, labels: Sequence[str], *, meta: bool = False) -> nn.Module:
     """The base model on the CPU, with a new head for classification; with ``meta`` its structure, without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from subspan.data import model_source
-
-    source = model_source(config.model)
     factory: Any = AutoModelForCausalLM
     options: dict[str, Any] = {}
     if config.task == "classification":
-        factory = classifier_class(source.path)
+        factory = classifier_class(model_source(config.model).path)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {name: i for i, name in enumerate(labels)}
+    what = f"{config.task} model"
+    if not meta:
+        return load_pretrained(factory, config.model, what, dtype=config.dtype, **options)
+    shape = load_pretrained(AutoConfig, config.model, what, **options)
     try:
-        if meta:
-            shape = AutoConfig.from_pretrained(source.path, gguf_file=source.gguf_file, **options)
-            with torch.device("meta"):
-                return factory.from_config(shape)
-        if source.gguf_file:
-            from transformers import GgufConfig
-
-            # Packed blocks cannot be trained through.
-            options["quantization_config"] = GgufConfig(dequantize=True)
-            options["gguf_file"] = source.gguf_file
-        return factory.from_pretrained(source.path, dtype=config.dtype, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no {config.task} model loads from {config.model}: {first_line(error)}") from error
+        with torch.device("meta"):
+            return factory.from_config(shape)
+    except ValueError as error:
+        raise DataError(f"no {what} loads from {config.model}: {first_line(error)}") from error

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from subspan.data import load_text, pick_columns
-from subspan.errors import DataError, first_line
+from subspan.data import load_pretrained, load_text, pick_columns
+from subspan.errors import DataError
 
 
 def calibration_texts(source: str | os.PathLike[str], column: str = "text") -> Iterable[str]:
@@ -47,11 +47,8 @@ def calibration_batches(
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        longest = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-    except (OSError, ValueError) as error:
-        raise DataError(f"no tokenizer loads from {os.fspath(model)}: {first_line(error)}") from error
+    tokenizer = load_pretrained(AutoTokenizer, os.fspath(model), "tokenizer")
+    longest = getattr(load_pretrained(AutoConfig, os.fspath(model)), "max_position_embeddings", None)
     length = min(length, longest or length)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     texts = iter(calibration_texts(source, column))

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from subspan.errors import DataError, first_line
+from subspan.data import load_pretrained, model_source
+from subspan.errors import DataError
 from subspan.files import replacing, write_json
 from subspan.resize.width.axes import Growth, Layout
 from subspan.resize.width.model import axis_table, compare
@@ -131,27 +132,17 @@ def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from subspan.data import model_source
-
-    source = model_source(name)
-    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     if dtype is not None and not (isinstance(getattr(torch, dtype, None), torch.dtype)):
         raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {dtype!r}")
+    config: Any = load_pretrained(AutoConfig, name)
+    kind: Any = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
+    if kind is None:
+        raise DataError(f"transformers has no class {config.architectures[0]}, which {name} asks for")
+    stored = "float32" if model_source(name).gguf_file else "auto"  # a GGUF file's blocks have no dtype of their own
+    model = load_pretrained(kind, name, dtype=dtype or stored)
     try:
-        config: Any = AutoConfig.from_pretrained(source.path, **options)
-        kind: Any = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
-        if kind is None:
-            raise DataError(f"transformers has no class {config.architectures[0]}, which {name} asks for")
-        if source.gguf_file:  # packed blocks are no tensors that could be cloned
-            more = options | {"quantization_config": transformers.GgufConfig(dequantize=True)}
-            model = kind.from_pretrained(source.path, dtype=dtype or "float32", **more)
-        else:
-            model = kind.from_pretrained(source.path, dtype=dtype or "auto")
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no model loads from {name}: {first_line(error)}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
-    except (OSError, ValueError, KeyError):
+        tokenizer = load_pretrained(AutoTokenizer, name)
+    except DataError:
         tokenizer = None  # a vision model, or a folder of weights alone
     return model.eval(), tokenizer
 

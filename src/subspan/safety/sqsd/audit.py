@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from subspan.errors import DataError, first_line
+from subspan.data import load_pretrained
+from subspan.errors import DataError
 from subspan.safety.sqsd.direction import Direction
 from subspan.safety.sqsd.risk import Progress, SafetyRisk
 from subspan.safety.sqsd.stream import settings_hash
@@ -28,10 +29,9 @@ def load_causal_lm(name: str) -> nn.Module:
     Raises:
         DataError: no such model loads.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
-    # packed blocks cannot be differentiated through
-    model = _loaded(AutoModelForCausalLM, name, GgufConfig(dequantize=True), dtype="auto")
+    model = load_pretrained(AutoModelForCausalLM, name, "causal language model", dtype="auto")
     if torch.accelerator.is_available():
         nn.Module.to(model, torch.accelerator.current_accelerator())
     return model
@@ -41,27 +41,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model. Raises ``DataError`` where none loads."""
     from transformers import AutoTokenizer
 
-    return _loaded(AutoTokenizer, name)
-
-
-def _loaded(kind: Any, name: str, unpack: Any = None, **options: Any) -> Any:
-    from transformers.utils import logging
-
-    from subspan.data import model_source
-
-    source = model_source(name)
-    if source.gguf_file:
-        options |= {"gguf_file": source.gguf_file} | ({"quantization_config": unpack} if unpack else {})
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return kind.from_pretrained(source.path, **options)
-    except (OSError, ValueError) as error:
-        what = "causal language model" if unpack else "tokenizer"
-        raise DataError(f"no {what} loads from {name}: {first_line(error)}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
+    return load_pretrained(AutoTokenizer, name, "tokenizer")
 
 
 def find_direction(
