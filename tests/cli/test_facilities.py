@@ -226,6 +226,7 @@ def test_progress_shows_how_things_stand(stream, tmp_path, monkeypatch):
     assert "400" in next(iter(view.columns[1].cells))
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_a_whole_state_and_the_same_command_goes_on(stream, tmp_path):
     lines = stream.read_text().splitlines(keepends=True)
     command = [*SUBSPAN, "facilities", "-", "--price", "30", "--first", "20", "--out", str(tmp_path / "o"), "--json"]

@@ -602,6 +602,7 @@ assert {r["check_name"] for r in results if r["status"] == "xfail"} == set(expec
 """
 
 
+@pytest.mark.slow
 def test_scikit_learns_own_checks():
     """In a process without beartype, which would refuse the nonsense that one check gives the constructor."""
     subprocess.run([sys.executable, "-c", CHECKS], check=True)

@@ -812,6 +812,7 @@ def test_diagnosis_sees_dead_latents_and_the_rank_of_what_is_mixed() -> None:
 # ---------------------------------------------------------------------------------------------------------- end to end
 
 
+@pytest.mark.slow
 def test_it_learns_darcy_flow_and_answers_on_a_finer_grid() -> None:
     flow = DarcyGenerator(9, random_state=0).sample(96)
     x = (2 * flow.coords - 1).expand(96, -1, -1)

@@ -68,6 +68,7 @@ def solve(use_muon: bool, problems: list[Problem], steps: int) -> list[Tensor]:
     return [p.detach() for p in params]
 
 
+@pytest.mark.slow
 def test_t1_adam_side_bias_is_the_minimum_max_norm_solution() -> None:
     p = Problem(0)
     (w,) = solve(False, [p], 20_000)
@@ -75,6 +76,7 @@ def test_t1_adam_side_bias_is_the_minimum_max_norm_solution() -> None:
     assert float(w.abs().max()) == pytest.approx(float(p.y.abs().max() / p.x.abs().sum()), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_t2_muon_side_bias_is_the_minimum_spectral_norm_solution() -> None:
     p = Problem(0)
     (w,) = solve(True, [p], 20_000)
@@ -82,6 +84,7 @@ def test_t2_muon_side_bias_is_the_minimum_spectral_norm_solution() -> None:
     assert float(torch.linalg.matrix_norm(w, 2)) == pytest.approx(float(p.y.norm() / p.x.norm()), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_muon", [False, True])
 def test_t3_t4_the_correction_of_a_pretrained_start_and_the_lora_surrogate_solve_the_same_for_the_residual(
     use_muon: bool,

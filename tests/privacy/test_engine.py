@@ -206,6 +206,7 @@ def test_t15_spectral_start_keeps_the_function_and_exports_to_the_original_base(
             assert again.peft_config["default"].r == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precond", ["rank_space", "whitened"])
 def test_t10_gauge_does_not_change_a_full_run(precond: str) -> None:
     g = torch.Generator().manual_seed(0)

@@ -474,6 +474,7 @@ for detector in (JICHD(), PooledHD(), IPCHD()):
 """
 
 
+@pytest.mark.slow
 def test_scikit_learns_own_checks():
     """In a process without beartype, which would refuse the nonsense that one check gives the constructor."""
     subprocess.run([sys.executable, "-c", CHECKS], check=True)

@@ -834,6 +834,7 @@ assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(ids), m
 """
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_the_model_whole() -> None:
     # in a process of its own: the compiler cannot trace the tests' type checker
     subprocess.run([sys.executable, "-c", COMPILED], check=True)

@@ -134,6 +134,7 @@ def test_the_first_step_starts_from_the_base_models_own_answers(settings):
     assert summary["before"]["loss"] == pytest.approx(loss_of(task, base, rows.test), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "muon"}, {"privacy": {"epsilon": 8.0, "noise_seed": 0}}])
 def test_the_head_has_a_rate_of_its_own(settings, changes, tmp_path):
     """With a tiny rate the adapter stays where it starts, and the head moves as far as its own rate says."""
@@ -247,6 +248,7 @@ def test_a_killed_run_resumes_to_bit_equal_weights(settings, tmp_path, when):
     assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_private_run_resumes_to_bit_equal_weights_and_the_same_budget(settings, tmp_path, monkeypatch):
     private = {"epsilon": 8.0, "delta": 1e-3, "twin": False, "noise_seed": 5, "physical_batch": 4}
     whole = parse(settings("classification", privacy=private, output=str(tmp_path / "whole")))
