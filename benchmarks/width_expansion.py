@@ -87,10 +87,11 @@ def watching(repeats: int) -> None:
 
 
 _GROW = """
-import json, resource, sys
+import json, sys
 from subspan.resize import grow_checkpoint
+from subspan.tune.memory import PeakMemory
 summary = grow_checkpoint("asset:smollm2-135m-instruct", sys.argv[1], noise_db=None, verify=sys.argv[2] == "verify")
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = PeakMemory().mebibytes() * 2**20
 print(json.dumps({"bytes": summary.bytes, "peak": peak, "error": summary.max_rel_err, "wide": summary.parameters[1]}))
 """
 

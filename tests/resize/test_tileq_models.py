@@ -344,13 +344,18 @@ def test_memory_stays_below_the_model_when_it_is_streamed(tmp_path):
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
     code = (
-        "import resource, sys, torch; from subspan.resize import compress_checkpoint, TileQConfig;"
+        "import torch; from subspan.resize import compress_checkpoint, TileQConfig;"
         "from subspan.resize.tileq.checkpoint import skeleton; import transformers.models.mixtral.modeling_mixtral;"
         "skeleton(__import__('pathlib').Path('model')); from sklearn.cluster import KMeans;"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "from subspan.tune.memory import PeakMemory; memory = PeakMemory(); memory.reset();"
+        "before = memory.mebibytes();"
         "compress_checkpoint('model', 'out', None, TileQConfig(quantizer='rtn', placement='index', rank=8));"
-        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)"
+        "print((memory.mebibytes() - before) * 2**20)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    # glibc keeps freed chunks below 32 MiB to itself, in pieces; expert tensors of real models are larger than these.
+    given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=given_back, capture_output=True, text=True, check=True
+    )
     assert size > 2e8
-    assert int(done.stdout.split()[-1]) < 0.5 * size
+    assert 0 < float(done.stdout.split()[-1]) < 0.5 * size
