@@ -1,7 +1,6 @@
 """subspan audit: a risk score for each training row."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,30 +36,10 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Rank the rows of DATA by how far a step on each moves MODEL along danger minus along safety."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from subspan.cli.progress import progress_bars
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that libraries draw by themselves would cut through ours
-    from subspan.safety import audit as run
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("rows", total=None)
-        said = [0]
-
-        def progress(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total)
-            if not console.is_terminal and total and done * 10 // total > said[0]:
-                said[0] = done * 10 // total
-                console.print(f"scored {done}/{total}", highlight=False)
+    with progress_bars() as (console, advance):
+        from subspan.safety import audit as run
 
         table = run(
             model,
@@ -76,7 +55,7 @@ def audit(
             show_text=show_text,
             resume=not fresh,
             say=lambda text: console.print(text, style="dim", highlight=False),
-            progress=progress,
+            progress=lambda done, total: advance("rows scored", done, total),
             metric=metric,
             update=update,
             prompt=prompt,

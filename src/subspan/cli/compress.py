@@ -1,7 +1,6 @@
 """subspan compress: mixture-of-experts checkpoints in 2 to 4 bits per expert weight."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,34 +28,27 @@ def compress(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Compress the experts of MODEL layer by layer, each calibrated behind the compressed ones, into OUT."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that libraries draw by themselves would cut through ours
     import yaml
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from subspan.resize import TileQConfig, calibration_batches, compress_checkpoint
+    from subspan.cli.progress import progress_bars
 
     keys: dict[str, Any] = {"bits": bits, "rank": rank, "quantizer": quantizer, "group_size": group_size}
-    for pair in set_ or []:
-        key, sign, value = pair.partition("=")
-        if not sign or key not in TileQConfig.__dataclass_fields__:
-            raise ValueError(f"--set {pair}: give KEY=VALUE; keys are {', '.join(TileQConfig.__dataclass_fields__)}")
-        keys[key] = yaml.safe_load(value)
-    config = TileQConfig.from_json(keys)
-    batches = None
-    if data is not None:
-        batches = calibration_batches(model, data, column=text, samples=samples, length=length, batch=batch)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("layers", total=None)
+    with progress_bars() as (_, advance):
+        from subspan.resize import TileQConfig, calibration_batches, compress_checkpoint
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if not console.is_terminal:
-                console.print(f"layer {done}/{total}", highlight=False)
-
-        report = compress_checkpoint(model, out, batches, config, fresh=fresh, progress=progress)
+        for pair in set_ or []:
+            key, sign, value = pair.partition("=")
+            if not sign or key not in TileQConfig.__dataclass_fields__:
+                known = ", ".join(TileQConfig.__dataclass_fields__)
+                raise ValueError(f"--set {pair}: give KEY=VALUE; keys are {known}")
+            keys[key] = yaml.safe_load(value)
+        config = TileQConfig.from_json(keys)
+        batches = None
+        if data is not None:
+            batches = calibration_batches(model, data, column=text, samples=samples, length=length, batch=batch)
+        report = compress_checkpoint(
+            model, out, batches, config, fresh=fresh, progress=lambda done, total: advance("layer", done, total)
+        )
     if as_json:
         print(json.dumps(report.to_json()))
         return

@@ -1,7 +1,6 @@
 """subspan grow: a wider checkpoint that computes the same."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,28 +25,19 @@ def grow(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Write to OUT a wider checkpoint of MODEL with the same outputs. After a kill, the same command goes on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import DownloadColumn
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars of libraries would cut through ours
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    from subspan.resize import axis_text, grow_checkpoint
+    from subspan.cli.progress import progress_bars
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tensors", total=None)
-        said = [0]
+    def line(_: str, done: int, total: int) -> str:
+        return f"wrote {done / 2**20:.0f} of {total / 2**20:.0f} MiB"
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if not console.is_terminal and done * 10 // total > said[0]:
-                said[0] = done * 10 // total
-                console.print(f"wrote {done / 2**20:.0f} of {total / 2**20:.0f} MiB", highlight=False)
+    with progress_bars(line, DownloadColumn()) as (console, advance):
+        from subspan.resize import axis_text, grow_checkpoint
 
         def table(lines: list[dict[str, Any]]) -> None:
             if not as_json:
-                bar.console.print(axis_text(lines), style="dim", highlight=False, soft_wrap=True)
+                console.print(axis_text(lines), style="dim", highlight=False, soft_wrap=True)
 
         summary = grow_checkpoint(
             model,
@@ -62,7 +52,7 @@ def grow(
             shard_bytes=shard_mb * 2**20,
             verify=not no_verify,
             table=table,
-            progress=progress,
+            progress=lambda done, total: advance("tensors", done, total),
         )
     if as_json:
         print(json.dumps(summary.as_dict()))

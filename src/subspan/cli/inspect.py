@@ -1,7 +1,6 @@
 """subspan inspect: what a model's matrices say, as a page."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,23 +27,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Spectra, effective ranks, optimiser fingerprint and update subspace of MODEL; with data also its curvature."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from subspan.cli.progress import progress_bars
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that libraries draw by themselves would cut through ours
-    from subspan.inspect import inspect as run
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks: dict[str, typer.models.Any] = {}
-
-        def progress(what: str, done: int, total: int | None) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what)
-            bar.update(tasks[what], completed=done, total=total)
-            if not console.is_terminal and done == total:
-                console.print(f"{what}: {done}/{total}", highlight=False)
+    with progress_bars() as (console, advance):
+        from subspan.inspect import inspect as run
 
         facts = run(
             model,
@@ -60,7 +46,7 @@ def inspect(
             measure=measure,
             resume=not fresh,
             say=lambda said: console.print(said, style="dim", highlight=False),
-            progress=progress,
+            progress=advance,
         )
     files = {"html": str(out), "json": str(out.with_suffix(".json"))}
     if as_json:
