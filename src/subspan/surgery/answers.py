@@ -55,10 +55,10 @@ def answer_batch(rows: Sequence[Mapping[str, Any]], pad: int) -> Batch:
     }
 
 
-def on_device_of(model: nn.Module, batch: Batch) -> Batch:
-    """The batch where the model's first parameter is."""
+def on_device_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with its tensors where the model's first parameter is."""
     device = next(model.parameters()).device
-    return {key: value.to(device) for key, value in batch.items()}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def answer_logits(model: nn.Module, batch: Batch) -> tuple[Float[Tensor, "b t v"], Int[Tensor, "b t"]]:

@@ -91,32 +91,40 @@ def tune(config: Config, *, fresh: bool = False, display: Display | None = None)
         display.say(f"the run in {folder.path} is finished; --fresh trains again")
         return done
     with folder.held() if processes.is_main_process else contextlib.nullcontext():
-        began = time.perf_counter()
-        with quiet():
-            if config.continual:
-                from subspan.tune.continual import train_stream
-
-                summary = train_stream(config, folder, display, fresh)
-            else:
-                summary = _train(config, folder, display, fresh, started)
-        summary["seconds"] = round(time.perf_counter() - began, 1)
-        private = config.privacy
-        if private is not None and private.twin:
-            display.say("the same run without privacy, for comparison")
-            twin = config.model_copy(
-                update={"privacy": None, "output": config.output / "twin", "accumulate": _parts(config)}
-            )
-            twin_summary = tune(twin, fresh=fresh, display=display)
-            summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
-        if processes.is_main_process:
-            if config.continual:
-                from subspan.tune.stream_report import write_stream_report as write_report
-            else:
-                from subspan.tune.report import write_report
-
-            write_report(folder, config, summary)
-            folder.finish(summary)
+        summary = _run(config, folder, display, fresh, started, processes.is_main_process)
     processes.wait_for_everyone()
+    return summary
+
+
+def _run(
+    config: Config, folder: RunFolder, display: Display, fresh: bool, started: bool, writes: bool
+) -> dict[str, Any]:
+    """What ``tune`` does once the folder is its own: train, train the twin too, and report."""
+    began = time.perf_counter()
+    with quiet():
+        if config.continual:
+            from subspan.tune.continual import train_stream
+
+            summary = train_stream(config, folder, display, fresh)
+        else:
+            summary = _train(config, folder, display, fresh, started)
+    summary["seconds"] = round(time.perf_counter() - began, 1)
+    private = config.privacy
+    if private is not None and private.twin:
+        display.say("the same run without privacy, for comparison")
+        twin = config.model_copy(
+            update={"privacy": None, "output": config.output / "twin", "accumulate": _parts(config)}
+        )
+        twin_summary = tune(twin, fresh=fresh, display=display)
+        summary["twin"] = {k: twin_summary[k] for k in ("before", "after", "seconds")}
+    if writes:
+        if config.continual:
+            from subspan.tune.stream_report import write_stream_report as write_report
+        else:
+            from subspan.tune.report import write_report
+
+        write_report(folder, config, summary)
+        folder.finish(summary)
     return summary
 
 

@@ -1,13 +1,14 @@
 """transformers' Trainer with a grown network."""
 
+import warnings
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from subspan.resize.width.monitor import TrapMonitor, use_of_width, warn_exact
+from subspan.resize.width.monitor import TrapMonitor, use_of_width
+from subspan.surgery.answers import on_device_of
 
 
 class TrapCallback(TrainerCallback):
@@ -29,8 +30,13 @@ class TrapCallback(TrainerCallback):
         self.monitor: TrapMonitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        warn_exact(model, self.factor, self.ffn_factor)
         self.monitor = TrapMonitor(model, self.factor, self.ffn_factor, **self.options)
+        if self.monitor.exact():
+            warnings.warn(
+                "this network is an exact clone: every optimiser that treats clones alike (SGD, Adam, Muon) keeps it "
+                "equal to its seed, up to rounding; grow it with noise_db=40, or call asymmetric_state_reset",
+                stacklevel=2,
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self.monitor is None or logs is None or "loss" not in logs:
@@ -54,11 +60,7 @@ class TrapCallback(TrainerCallback):
         self._add(state, metrics, {"use_of_width": used, "verdict": rank})
 
     def _loss(self, net: nn.Module, loader: Any) -> float:
-        device = next(net.parameters()).device
-        losses = []
-        for batch in islice(loader, self.batches):
-            on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            losses.append(float(net(**on_device).loss))
+        losses = [float(net(**on_device_of(net, batch)).loss) for batch in islice(loader, self.batches)]
         return sum(losses) / max(1, len(losses))
 
     def _add(self, state: Any, logs: dict[str, float], figures: dict[str, float]) -> None:

@@ -1,7 +1,6 @@
 """Does training use the new width? What the updates of a grown network say."""
 
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -60,8 +59,9 @@ class TrapMonitor:
         self.model = unwrapped(model)
         _, _, layouts = layouts_of(self.model, Growth.of(factor, ffn_factor), wide=True)
         parameters = dict(self.model.named_parameters())
-        self._layouts = {n: lay for n, lay in layouts.items() if lay.hidden and n in parameters}
-        self._layouts = {n: lay for n, lay in self._layouts.items() if max(max(c) for c in clone_counts(lay)) > 1}
+        counts = {n: clone_counts(lay) for n, lay in layouts.items() if lay.hidden and n in parameters}
+        self._clones = {n: clones for n, clones in counts.items() if max(map(max, clones)) > 1}
+        self._layouts = {n: layouts[n] for n in self._clones}
         if not self._layouts:
             raise ValueError("no hidden matrix of this network has clones: was it grown with these factors?")
         self._parameters = {name: parameters[name] for name in self._layouts}
@@ -69,7 +69,6 @@ class TrapMonitor:
         self._last = {name: x.clone() for name, x in self.start.items()} if updates else None
         self.rank_every, self.max_matrices, self.thresholds = rank_every, max_matrices, thresholds
         self.gradients = gradients
-        self._clones = {name: clone_counts(layout) for name, layout in self._layouts.items()}
         self._parts = {
             name: [name if len(clones) == 1 else f"{name}[{i}]" for i in range(len(clones))]
             for name, clones in self._clones.items()
@@ -81,6 +80,11 @@ class TrapMonitor:
         }
         self.history: list[dict[str, float]] = []
         self.matrices: dict[str, dict[str, float]] = {}
+
+    @torch.no_grad()
+    def exact(self) -> bool:
+        """Whether every matrix began inside the trap, so that no optimiser that treats clones alike can leave it."""
+        return max(self._escapes(start=self.start)["start"].values()) < 1e-6
 
     def _change(self, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changes = torch._foreach_sub([p.detach() for p in self._parameters.values()], list(start.values()))
@@ -239,18 +243,3 @@ def use_of_width(
         return loss(model) - full
     finally:
         net.load_state_dict(kept)
-
-
-def exact_clone(model: nn.Module, factor: int, ffn_factor: int | None = None) -> bool:
-    """Whether every hidden matrix lies in the trap, so that no optimiser that treats clones alike can leave it."""
-    monitor = TrapMonitor(model, factor, ffn_factor)
-    return max(monitor._escapes(start=monitor.start)["start"].values()) < 1e-6
-
-
-def warn_exact(model: nn.Module, factor: int, ffn_factor: int | None = None) -> None:
-    if exact_clone(model, factor, ffn_factor):
-        warnings.warn(
-            "this network is an exact clone: every optimiser that treats clones alike (SGD, Adam, Muon) keeps it equal "
-            "to its seed, up to rounding; grow it with noise_db=40, or call asymmetric_state_reset",
-            stacklevel=3,
-        )

@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 
 from subspan.errors import DataError, NonFinite
 from subspan.files import replacing
+from subspan.surgery.answers import on_device_of
 from subspan.surgery.jacobians import LayerJacobian, logit_jacobians
 from subspan.surgery.moments.stream import calibrating
 from subspan.surgery.per_example import example_gradients
@@ -80,14 +81,14 @@ class Sums:
 
 def default_forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Logits and labels of a batch: (inputs, labels), or a dict with "labels"; moved to where the model is."""
-    device = next(model.parameters()).device
     if isinstance(batch, Mapping):
-        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        inputs = on_device_of(model, batch)
         if "labels" not in inputs:
             raise DataError(f"a batch of {', '.join(inputs)} holds no labels; give forward_fn=")
         labels = inputs.pop("labels")
         out = model(**inputs)
     else:
+        device = next(model.parameters()).device
         *args, labels = (part.to(device) for part in batch)
         out = model(*args)
     return getattr(out, "logits", out), labels
