@@ -24,6 +24,7 @@ from subspan.claims.tileq import (
     variants,
 )
 from subspan.resize import TileQConfig
+from tests.claims.judging import broken, measured
 
 ERRORS = {OURS: 0.12, EQUAL: 0.24, INDEX: 0.24, SIDED: 0.12, GPTQ: 0.4}
 LOSSES = {BEST: 0.03, GPTQ: 0.04, EQUAL: 0.032, SIDED: 0.03, RTN: 0.06}
@@ -45,18 +46,13 @@ def results(errors=None, losses=None, scratch=None, rand=1.0, shared=0.4):
     return Results(rows)
 
 
-def verdicts(**changes):
-    return [s.judge(results(**changes)) for s in CLAIM.statements]
-
-
 def test_statements_hold_on_good_numbers():
-    found = verdicts()
-    assert all(v.holds and v.problem is None for v in found), found
-    assert [v.measured for v in found] == pytest.approx([1, 0.5, 0.5, 1, 0.4, 0.3] + 2 * [0.75, 0.9375, 1, 0.5])
+    found = measured(CLAIM, results())
+    assert found == pytest.approx([1, 0.5, 0.5, 1, 0.4, 0.3] + 2 * [0.75, 0.9375, 1, 0.5])
 
 
 @pytest.mark.parametrize(
-    ("broken", "change"),
+    ("failing", "change"),
     [
         ([0], {"rand": 0.9}),
         ([1], {"errors": {EQUAL: 0.15}}),
@@ -71,8 +67,8 @@ def test_statements_hold_on_good_numbers():
         ([11, 12], {"scratch": {EQUAL: 0.029, SIDED: 0.02}}),
     ],
 )
-def test_statements_can_fail(broken, change):
-    assert [i for i, v in enumerate(verdicts(**change)) if not v.holds] == broken
+def test_statements_can_fail(failing, change):
+    assert broken(CLAIM, results(**change)) == failing
 
 
 def test_a_missing_method_is_said():

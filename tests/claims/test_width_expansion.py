@@ -5,6 +5,7 @@ import pytest
 from subspan.claims import run_claim
 from subspan.claims.claim import Results, Row
 from subspan.claims.width_expansion import CLAIM, EXACT, NOISY, RATE, RATES, SCRATCH, SCRATCH_RATES
+from tests.claims.judging import broken, measured
 
 LOSS = {(EXACT, "AdamW"): 1.805, (EXACT, "Muon"): 1.715, (NOISY, "AdamW"): 1.803, (NOISY, "Muon"): 1.655,
         (SCRATCH, "AdamW"): 2.2, (SCRATCH, "Muon"): 1.785}  # fmt: skip
@@ -31,15 +32,10 @@ def results(changes=None, best=None):
     return Results(rows)
 
 
-def broken(**changes):
-    return [i for i, s in enumerate(CLAIM.statements) if not s.judge(results(**changes)).holds]
-
-
 def test_statements_hold_on_the_specification_s_numbers():
-    found = [s.judge(results()) for s in CLAIM.statements]
-    assert all(v.holds and v.problem is None for v in found), found
+    found = measured(CLAIM, results())
     wanted = [2e-5, 1e-5, 0.08, 0.67, 0.21, 35, 0.002, 0.06, 0.058, 0.13]
-    assert [v.measured for v in found] == pytest.approx(wanted, abs=1e-9)
+    assert found == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +52,11 @@ def test_statements_hold_on_the_specification_s_numbers():
     ],
 )
 def test_statements_can_fail(failing, changes):
-    assert broken(changes=changes) == failing
+    assert broken(CLAIM, results(changes=changes)) == failing
 
 
 def test_the_rate_of_the_noisy_clone_is_the_one_that_validation_chose():
-    assert broken(best={(NOISY, "Muon"): RATES["Muon"][2]}) == [3, 4]
+    assert broken(CLAIM, results(best={(NOISY, "Muon"): RATES["Muon"][2]})) == [3, 4]
 
 
 @pytest.mark.slow
