@@ -26,7 +26,7 @@ from subspan.resize import (
     surge_linear,
 )
 from subspan.resize.binary.estimators import derivative, sign, transformed, weight_gradient
-from subspan.resize.binary.joint import compensation
+from subspan.resize.binary.joint import compensation, norm
 
 STE = SurgeConfig(mode="ste")
 
@@ -299,9 +299,23 @@ class TestScale:
         config = SurgeConfig(eta=0.8, schedule="cosine")
         assert [config.eta_at(t) for t in (0.0, 0.5, 1.0)] == pytest.approx([0.8, 0.4, 0.0])
 
-    def test_half_precision_norms_do_not_overflow(self):
+    def test_half_precision_overflows_in_neither_norms_nor_lambda(self):
         b = torch.full((100, 100), 1000.0, dtype=torch.float16)
         assert compensation(b, b, SurgeConfig(eta=1.0)).item() == pytest.approx(1.0, rel=1e-3)
+        (x, w, a, bias), g = problem(torch.float16)
+        silent = torch.zeros_like(a)  # lambda is lambda_max, beyond 65504
+        found, wanted = (gradients(surge_linear(x, w, t, bias), g, x)[0] for t in (silent, None))
+        assert torch.equal(found, wanted)
+
+    def test_norms_of_a_layer_a_sample_and_a_channel(self):
+        g = rand(3, 4, 5)
+        for granularity, channel_dim, shape in (
+            ("layer", 1, ()), ("sample", 1, (3, 1, 1)), ("channel", 1, (1, 4, 1)), ("channel", -1, (1, 1, 5)),
+        ):  # fmt: skip
+            found = norm(g, granularity, channel_dim)
+            assert found.shape == shape
+            wanted = g.square().sum([d for d in range(3) if not shape or shape[d] == 1], keepdim=bool(shape)).sqrt()
+            torch.testing.assert_close(found, wanted)
 
 
 COMPILED = """
@@ -391,9 +405,14 @@ class TestLayers:
         y.sum().backward()
         assert layer.weight.grad.isfinite().all()
 
-    def test_autocast_gives_bfloat16_outputs_and_float32_gradients(self):
-        layer, reference = layer_pair(BinaryLinear(16, 4))
-        x = rand(8, 16, dtype=torch.float32).requires_grad_()
+    @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])  # the second: from a layer under autocast
+    @pytest.mark.parametrize(
+        ("make", "shape"),
+        [(lambda: BinaryLinear(16, 4), (8, 16)), (lambda: BinaryConv2d(16, 4, 3, padding=1), (8, 16, 5, 5))],
+    )
+    def test_autocast_gives_bfloat16_outputs_and_float32_gradients(self, make, shape, x_dtype):
+        layer, reference = layer_pair(make())
+        x = rand(*shape, dtype=torch.float32).to(x_dtype).requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y, wanted = layer(x), reference(x)
         assert y.dtype == torch.bfloat16
@@ -401,10 +420,20 @@ class TestLayers:
         y.float().square().sum().backward()
         exact = copy.deepcopy(layer)
         exact.zero_grad()
-        exact(x).square().sum().backward()
+        exact(x.float()).square().sum().backward()
         for p, q in ((layer.weight, exact.weight), (layer.weight_aux, exact.weight_aux)):
             assert p.grad.dtype == torch.float32
             assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.999
+
+    @pytest.mark.parametrize("aux_update", [True, False])  # what is kept of the input differs
+    def test_under_autocast_signs_and_masks_are_those_of_the_input_itself(self, aux_update):
+        layer = BinaryLinear(3, 1, config=SurgeConfig(eta=0.0, aux_update=aux_update))
+        x = torch.tensor([[1.0001, -1e-9, 1.0]], requires_grad=True)  # float16 rounds to 1, -0 and 1
+        with torch.autocast("cpu", dtype=torch.float16):
+            y = layer(x)
+        y.float().sum().backward()
+        assert (x.grad[0] != 0).tolist() == [False, True, True]
+        assert layer.weight.grad[0].tolist() == [1, -1, 1]
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_gradient_checkpointing(self, reentrant):
@@ -474,6 +503,8 @@ def test_inputs_that_cannot_work():
         surge_linear(torch.full((1, 3), torch.nan), w, None, None, SurgeConfig(debug=True))
     with pytest.raises(ValueError, match="groups"):
         BinaryConv2d(3, 4, 3, groups=2)
+    with pytest.raises(ValueError, match=r"of 3 channels takes \(b, channels, \*\), got \(3, 5, 5\)"):
+        BinaryConv2d(3, 4, 3)(torch.ones(3, 5, 5))
     with pytest.raises(ValueError, match="odd kernels"):
         BinaryConv2d(3, 4, 2, padding="same")(torch.ones(1, 3, 5, 5))
 

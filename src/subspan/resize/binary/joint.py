@@ -47,8 +47,8 @@ class Convolution:
     channel_dim = 1
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        none = [0] * len(self.stride)
-        return torch.convolution(x, weight, None, self.stride, self.padding, self.dilation, False, none, self.groups)
+        conv = (torch.conv1d, torch.conv2d)[len(self.stride) - 1]
+        return conv(x, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def _transposed(self, g: Tensor, x: Tensor, weight: Tensor, of_input: bool) -> Tensor:
         none, wanted = [0] * len(self.stride), [of_input, not of_input, False]
@@ -140,22 +140,25 @@ class _Surge(torch.autograd.Function):
         operator, config = call.operator, call.config
         kept, weight, twin = ctx.saved_tensors
         for_x, for_weight, for_twin, for_bias, _ = ctx.needs_input_grad
-        # Under autocast the output, and so g, is of another dtype than the parameters.
+        # Under autocast the output, and so g, is of another dtype than the input and the parameters. Signs and masks
+        # are the input's own: in half precision 1.0001 would be 1, and -1e-9 would be 0.
         coded = kept.dtype == torch.int8
-        x = (2 - (kept.abs() == 2).to(g.dtype)).mul_(kept.sign()) if coded else kept.to(g.dtype)
+        if coded:
+            kept = (2 - (kept.abs() == 2).to(g.dtype)).mul_(kept.sign())
+        x = kept.to(g.dtype)
         alpha = filter_scale(weight) if config.alpha == "channel" else None
         binary = sign(weight)
         grad_x = grad_weight = grad_twin = grad_bias = None
         if for_bias:
             grad_bias = g.sum([d for d in range(g.ndim) if d != operator.channel_dim % g.ndim])
         if for_weight:
-            grad = operator.weight_grad(g, sign(x), binary.to(g.dtype))
+            grad = operator.weight_grad(g, sign(kept).to(g.dtype), binary.to(g.dtype))
             grad_weight = weight_gradient(grad.to(weight.dtype), weight, alpha, config.alpha_grad)
         if for_x or for_twin:
             quantised = (binary if alpha is None else per_channel(alpha, binary) * binary).to(g.dtype)
             whole = operator.input_grad(g, quantised, x)
-            slope = derivative(x, config.estimator, call.progress)
-            grad_x = whole if slope is None else whole * slope  # g_b
+            slope = derivative(kept, config.estimator, call.progress)
+            grad_x = whole if slope is None else whole * slope.to(g.dtype)  # g_b
             if twin is not None and config.mode != "ste":
                 g_a = operator.input_grad(g, twin.to(g.dtype), x)
                 scale = compensation(
@@ -167,15 +170,16 @@ class _Surge(torch.autograd.Function):
                     running=call.running,
                 )
                 if call.record is not None:
-                    call.record(Observed(scale, grad_x, g_a, x.abs() > 1))
+                    call.record(Observed(scale, grad_x, g_a, kept.abs() > 1))
                 if for_twin:
                     # lambda f_a = op(lambda x, W_a): one lambda may wait until after the sum.
                     one = scale.ndim == 0
                     grad_twin = operator.weight_grad(g, x if one else (scale * x).to(g.dtype), twin.to(g.dtype))
-                    grad_twin = grad_twin.to(twin.dtype).mul_(scale.to(twin.dtype)) if one else grad_twin
-                grad_x = grad_x + (scale * g_a).to(g.dtype)  # (3.2)
+                    grad_twin = grad_twin.to(twin.dtype).mul_(scale) if one else grad_twin
+                wide = torch.promote_types(g.dtype, torch.float32)  # lambda may be beyond half precision's range
+                grad_x = grad_x + (scale * g_a.to(wide)).to(g.dtype)  # (3.2)
             elif call.record is not None:
-                call.record(Observed(torch.zeros(()), grad_x, torch.zeros_like(grad_x), x.abs() > 1))
+                call.record(Observed(torch.zeros(()), grad_x, torch.zeros_like(grad_x), kept.abs() > 1))
         return (grad_x if for_x else None), grad_weight, grad_twin, grad_bias, None
 
 
@@ -187,11 +191,16 @@ def scaled_output(y: Tensor, alpha: Tensor | None, bias: Tensor | None, channel_
     return y if bias is None else y + bias.to(y.dtype).view(shape)
 
 
+def require_floating(x: Tensor) -> None:
+    """Binary layers, packed or not, answer in their input's dtype."""
+    if not x.is_floating_point():
+        raise TypeError(f"a binary layer takes floating-point inputs, got {x.dtype}")
+
+
 def surge(x: Tensor, weight: Tensor, twin: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """The output of a binary layer, alpha op(sign x, sign W) + bias, with SURGE's gradient behind it."""
     config = call.config
-    if not x.is_floating_point():
-        raise TypeError(f"a binary layer takes floating-point inputs, got {x.dtype}")
+    require_floating(x)
     if config.share and config.mode != "ste":
         twin = weight.detach()
     if twin is not None and twin.shape != weight.shape:

@@ -46,15 +46,21 @@ class BinaryLayer(nn.Module):
         else:
             nn.init.kaiming_uniform_(twin, a=5**0.5, generator=generator)  # torch's own start of these layers
 
+    def latent(self) -> Tensor:
+        """The latent weights as they are before the sign."""
+        return transformed(self.weight, self.config.transform, self.config.tau)
+
     def _call(self, x: Tensor, operator: Dense | Convolution) -> Tensor:
-        config = self.config
-        weight = transformed(self.weight, config.transform, config.tau)
-        call = Call(operator, config, self.progress, self.smoothed_norms, self.record)
-        return surge(x, weight, self.weight_aux, self.bias, call)
+        call = Call(operator, self.config, self.progress, self.smoothed_norms, self.record)
+        return surge(x, self.latent(), self.weight_aux, self.bias, call)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is not watched by the monitor of the original."""
+        return self.__dict__ | {"record": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """A stripped checkpoint has no twin: it starts anew from the weights that were loaded."""
-        stripped = prefix + AUX not in state_dict
+        stripped = prefix + AUX not in state_dict and prefix + "weight" in state_dict
         missing: list[str] = args[2]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if stripped:
@@ -122,6 +128,8 @@ class BinaryConv2d(_BinaryConvolution, nn.Conv2d):
 
 def padded(conv: Any, x: Tensor) -> tuple[Tensor, Convolution]:
     """The input after any padding that is not of zeros, and the convolution that is left to do."""
+    if x.ndim != len(conv.stride) + 2 or x.shape[1] != conv.in_channels:
+        raise ValueError(f"a convolution of {conv.in_channels} channels takes (b, channels, *), got {tuple(x.shape)}")
     around = conv._reversed_padding_repeated_twice  # last dimension first, both sides
     if conv.padding_mode != "zeros":
         x = nn.functional.pad(x, around, mode=conv.padding_mode)
@@ -138,7 +146,7 @@ _TWINS: dict[type[nn.Module], type[BinaryLayer]] = {
 }
 
 
-def _kind(module: nn.Module) -> type[BinaryLayer] | None:
+def binary_kind(module: nn.Module) -> type[BinaryLayer] | None:
     """What this layer becomes; a subclass counts where it computes as torch's own."""
     if is_conv1d(module):
         return BinaryLinear
@@ -161,7 +169,8 @@ def binarize(
             ``nn.Conv2d`` in it are converted. Normalisations, embeddings and activations stay as they are.
         config: how the gradient is made; the default is ``SurgeConfig()``.
         target_modules: names or name endings, as in peft (``["query", "key", "value", "dense"]``); None is all.
-        skip: names left in full precision; "first" and "last" are those of the layers that match, in module order.
+        skip: names or name endings left in full precision; "first" and "last" are those of the layers that match, in
+            module order.
         random_state: of twins that start at random.
 
     Returns:
@@ -169,53 +178,56 @@ def binarize(
 
     Raises:
         TargetError: nothing matches.
-        ValueError: a layer is binary already, or its weight is used past its ``forward`` (inside torch's
-            ``nn.MultiheadAttention``).
+        TypeError: a string where a list of names is wanted.
+        ValueError: a layer is binary already, its weight is used past its ``forward`` (inside torch's
+            ``nn.MultiheadAttention``), or is computed from others (a parametrisation).
     """
     config = config or SurgeConfig()
+    if isinstance(target_modules, str) or isinstance(skip, str):
+        raise TypeError(f"target_modules and skip are lists of names, got {target_modules!r} and {skip!r}")
     named = dict(model.named_modules(remove_duplicate=False))
     if again := [name for name, module in named.items() if isinstance(module, BinaryLayer)]:
         raise ValueError(f"{again[0]} is binary already; binarize a model once")
     inside = {f"{name}.out_proj" for name, module in named.items() if isinstance(module, nn.MultiheadAttention)}
-    found = [
-        name
-        for name, module in named.items()
-        if name
-        and _kind(module) is not None
-        and (target_modules is None or any(name == t or name.endswith(f".{t}") for t in target_modules))
-    ]
+    able = [name for name, module in named.items() if name and binary_kind(module) is not None]
+    if not able:
+        raise TargetError("the model holds no linear or convolutional layer in whose place another could be put")
+
+    def matching(wanted: str) -> list[str]:
+        return [name for name in able if name == wanted or name.endswith(f".{wanted}")]
+
     if target_modules is None:
-        found = [name for name in found if name not in inside]
+        found = [name for name in able if name not in inside]
+    else:
+        wanted = {name for target in target_modules for name in matching(target)}
+        found = [name for name in able if name in wanted]
     ends = {"first": found[:1], "last": found[-1:]}
-    left = {name for entry in skip for name in ends.get(entry, [entry])}
-    if unknown := left - named.keys():
-        raise TargetError(no_match(model, sorted(unknown)))
-    chosen = [name for name in found if name not in left]
+    spared = {entry: ends[entry] if entry in ends else matching(entry) for entry in skip}
+    if not found or not all(spared.values()):
+        raise TargetError(no_match(model, [k for k, v in spared.items() if not v] if found else target_modules or []))
+    chosen = [name for name in found if not any(name in names for names in spared.values())]
     if not chosen:
-        raise TargetError(
-            no_match(model, target_modules or [])
-            if not found
-            else f"all {len(found)} layers that match are skipped; leave out 'first' or 'last' in skip"
-        )
+        raise TargetError(f"all {len(found)} layers that match are skipped; leave out 'first' or 'last' in skip")
     if hidden := [name for name in chosen if name in inside]:
         raise ValueError(
             f"nn.MultiheadAttention reads the weight of {hidden[0]} past its forward; call "
             "subspan.surgery.split_attention(model) first"
         )
+    if computed := [name for name in chosen if "weight" not in named[name]._parameters]:
+        raise ValueError(f"the weight of {computed[0]} is computed from others; remove its parametrisation first")
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
     new: dict[nn.Module, nn.Module] = {}
     for name in chosen:
         old = named[name]
         if old not in new:  # a layer that stands in two places stays one
             new[old] = to_binary(old, config, generator)
-        _leave_fast_path(model.get_submodule(name.rpartition(".")[0]))
-    replace_modules(model, new)
+    put_in_place(model, new)
     return model
 
 
 def to_binary(old: nn.Module, config: SurgeConfig, generator: torch.Generator | None = None) -> BinaryLayer:
     """A binary layer with the parameters, hooks and shape of a full-precision one."""
-    kind: Any = _kind(old)
+    kind: Any = binary_kind(old)
     new: Any = kind.__new__(kind)
     new.__dict__.update({k: dict(v) if k in ("_parameters", "_buffers") else v for k, v in old.__dict__.items()})
     if is_conv1d(old):
@@ -226,10 +238,19 @@ def to_binary(old: nn.Module, config: SurgeConfig, generator: torch.Generator | 
     return new
 
 
-def _leave_fast_path(parent: nn.Module) -> None:
-    """torch's encoder layer reads its linear layers' weights itself in evaluation, unless its activation is unknown."""
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        parent.activation_relu_or_gelu = 0  # pyright: ignore[reportArgumentType]
+def put_in_place(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace layers, also where torch's encoders have a fast path for evaluation.
+
+    An encoder layer reads its linear layers' weights itself unless its activation is unknown, and an encoder hands on
+    nested tensors.
+    """
+    replace_modules(model, new)
+    placed = set(new.values())
+    slow = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", 0))
+    for module in model.modules():
+        for kind, switch, off in slow:
+            if isinstance(module, kind) and not placed.isdisjoint(module.modules()):
+                setattr(module, switch, off)
 
 
 def binary_layers(model: nn.Module) -> dict[str, Any]:
@@ -278,6 +299,8 @@ def set_progress(model: nn.Module, progress: float) -> None:
 @torch.no_grad()
 def clip_latent(model: nn.Module, limit: float = 1.5) -> None:
     """Clamp all latent weights to [-limit, limit], so that none is too far out ever to change its sign."""
+    if not limit > 0:
+        raise ValueError(f"limit must be positive, got {limit}")
     for layer in binary_layers(model).values():
         layer.weight.clamp_(-limit, limit)
 
@@ -291,7 +314,7 @@ def load_twins(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     for name, layer in binary_layers(model).items():
         source, twin = state_dict.get(f"{name}.weight"), layer.weight_aux
         if twin is None:
-            raise ValueError(f"{name} has no twin: its mode is {layer.config.mode}")
+            raise ValueError(f"{name} has no twin: its mode is {layer.config.mode}, share is {layer.config.share}")
         if source is None or source.shape != twin.shape:
             got = "none" if source is None else str(tuple(source.shape))
             raise ValueError(f"{name}.weight should be {tuple(twin.shape)} in the checkpoint, it is {got}")
