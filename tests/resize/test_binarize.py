@@ -1,6 +1,7 @@
 """A model's conversion, its checkpoints, what is recorded while it trains, and the bits it is exported as."""
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -80,6 +81,9 @@ class TestConversion:
         plain = nn.ModuleDict({k: nn.Linear(4, 4) for k in ("query", "key", "out")})
         model = binarize(plain, target_modules=["query", "key", "out"], skip=["key"])
         assert [type(m) for m in model.values()] == [BinaryLinear, nn.Linear, BinaryLinear]
+        inner = nn.ModuleDict({"attention": nn.ModuleDict({k: nn.Linear(4, 4) for k in ("query", "key")})})
+        binarize(inner, target_modules=["query", "key"], skip=["query"])  # name endings here too
+        assert [type(m) for m in inner["attention"].values()] == [nn.Linear, BinaryLinear]
 
     def test_transformers_conv1d_becomes_a_linear_layer(self):
         from transformers.pytorch_utils import Conv1D
@@ -95,7 +99,7 @@ class TestConversion:
         assert isinstance(model[1], BinaryLinear)
         assert model[1] is model[2]
 
-    def test_torch_s_encoder_layer_really_runs_binary_in_evaluation(self):
+    def test_torch_s_encoder_layer_really_runs_binary_in_evaluation(self, tmp_path):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
         plain = copy.deepcopy(encoder)
         binarize(encoder, target_modules=["linear1", "linear2"], skip=())
@@ -103,7 +107,13 @@ class TestConversion:
         with torch.no_grad():
             out = encoder(x)
             assert not torch.allclose(out, plain(x))
+            masked = torch.tensor([[False, False, True], [False, False, False]])
+            hidden = encoder(x, src_key_padding_mask=masked)  # would be a nested tensor on the fast path
         torch.testing.assert_close(out, encoder(x))  # with gradients there is no fast path
+        torch.testing.assert_close(hidden, encoder(x, src_key_padding_mask=masked))
+        save_packed(export_binary(encoder), tmp_path / "bits")
+        with torch.no_grad():
+            torch.testing.assert_close(load_packed(plain, tmp_path / "bits").eval()(x), out)
 
     def test_split_attention_s_projections_become_binary(self):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
@@ -133,8 +143,14 @@ class TestConversion:
             binarize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         with pytest.raises(TargetError, match="head match no layer"):
             binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), skip=["head"])
-        with pytest.raises(TargetError, match="match no layer"):
+        with pytest.raises(TargetError, match="block match no layer"):
+            binarize(nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 4)), "head": nn.Linear(4, 4)}), skip=["block"])
+        with pytest.raises(TargetError, match="holds no linear or convolutional layer in whose place"):
             binarize(nn.Linear(4, 4), skip=())  # nothing holds it, in which another could take its place
+        with pytest.raises(TypeError, match="lists of names, got None and 'first'"):
+            binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), skip="first")
+        with pytest.raises(ValueError, match="the weight of 0 is computed from others"):
+            binarize(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), skip=())
         with pytest.raises(ValueError, match="1 is binary already"):
             binarize(binarize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))))
         with pytest.raises(ValueError, match=r"reads the weight of self_attn\.out_proj past its forward"):
@@ -177,6 +193,9 @@ class TestCheckpoints:
         other.load_state_dict(stripped)
         assert torch.equal(other[2].weight_aux, model[2].weight)  # started anew as a copy
         net(mode="ste").load_state_dict(stripped)
+        trained = copy.deepcopy(model[2].weight_aux)
+        model.load_state_dict({"0.weight": model[0].weight}, strict=False)  # nothing of that layer
+        assert torch.equal(model[2].weight_aux, trained)
         with pytest.raises(RuntimeError, match=r"2\.weight"):
             other.load_state_dict({k: v for k, v in stripped.items() if k != "2.weight"})
 
@@ -190,6 +209,8 @@ class TestCheckpoints:
             load_twins(model, {})
         with pytest.raises(ValueError, match="its mode is ste"):
             load_twins(net(mode="ste"), {})
+        with pytest.raises(ValueError, match="share is True"):
+            load_twins(net(share=True), {})
 
     def test_evaluation_leaves_the_twin_alone(self):
         model = net(ema=0.9)
@@ -214,9 +235,22 @@ class TestMonitor:
         assert figures["flipped"] == 0.25
         assert 0 < figures["cosine"] <= 1
         assert monitor.read() == {}
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+        copied(x).sum().backward()  # is not watched
+        assert monitor.read() == {}
+        (1e-20 * layer(x).square().sum()).backward()  # a gradient that vanishes has an angle too
+        assert monitor.read()[""]["cosine"] > 0.1
         monitor.close()
         layer(x).sum().backward()
         assert monitor.read() == {}
+
+    def test_flipped_signs_are_those_after_the_transform(self):
+        layer = BinaryLinear(6, 4, config=SurgeConfig(transform="center"))
+        monitor = SurgeMonitor(layer)
+        with torch.no_grad():
+            layer.weight += 10  # which centring takes away again
+        layer(torch.ones(1, 6, requires_grad=True)).sum().backward()
+        assert monitor.read()[""]["flipped"] == 0
 
     def test_a_saturated_layer_is_warned_about_once(self):
         layer = BinaryLinear(6, 4)
@@ -252,6 +286,8 @@ class TestMonitor:
         assert (grads[1] == 0).all()  # eta is zero at the end
         with pytest.raises(ValueError, match="between 0 and 1, got 2"):
             set_progress(model, 2)
+        with pytest.raises(ValueError, match="limit must be positive, got 0"):
+            clip_latent(model, 0.0)
 
 
 @pytest.mark.slow
@@ -346,6 +382,22 @@ class TestPacked:
         with pytest.raises(ValueError, match="without running statistics"):
             out[2].fold(nn.BatchNorm1d(9, track_running_stats=False))
 
+    def test_thresholds_where_a_layer_has_two_of_them_other_axes_or_half_precision(self):
+        torch.manual_seed(0)
+        shared, norms = BinaryLinear(8, 8), [nn.BatchNorm1d(8), nn.BatchNorm1d(8)]
+        for norm in norms:
+            nn.init.normal_(norm.bias)
+            nn.init.normal_(norm.running_mean)
+        two = nn.Sequential(norms[0], shared, norms[1], shared).eval()
+        x = torch.randn(500, 8)
+        assert torch.equal(export_binary(two, fold_batch_norm=True)(x), two(x))
+        axes = nn.Sequential(norms[0], BinaryLinear(8, 5)).eval()  # normalises dimension 1, multiplies dimension 2
+        assert torch.equal(export_binary(axes, fold_batch_norm=True)(x[:64].view(8, 8, 8)), axes(x[:64].view(8, 8, 8)))
+        half = nn.Sequential(norms[0], BinaryLinear(8, 8)).eval().bfloat16()
+        folded = export_binary(half, fold_batch_norm=True)
+        assert isinstance(folded[0], nn.Identity)
+        assert torch.equal(folded(x.bfloat16()), half(x.bfloat16()))
+
     @pytest.mark.parametrize("fold", [False, True])
     @pytest.mark.parametrize("binary", [False, True])
     def test_files_hold_bits_and_load_into_the_architecture(self, tmp_path, fold, binary):
@@ -368,6 +420,16 @@ class TestPacked:
         save_file({"a": torch.ones(2)}, tmp_path / "plain.safetensors")
         with pytest.raises(ValueError, match="holds no packed layers"):
             load_packed(net(), tmp_path / "plain.safetensors")
+        save_packed(export_binary(net()), tmp_path / "bits")
+        for other in (nn.Sequential(nn.Linear(5, 9)), nn.Sequential(*(nn.ReLU() for _ in range(6)))):
+            with pytest.raises(ValueError, match="packs 2, which is no linear or convolutional layer"):
+                load_packed(other, tmp_path / "bits")
+
+    def test_a_batch_normalisation_without_state_was_not_folded(self, tmp_path):
+        plain = nn.Sequential(nn.BatchNorm1d(4, affine=False, track_running_stats=False), nn.ReLU(), nn.Linear(4, 4))
+        out = export_binary(binarize(copy.deepcopy(plain), skip=()))
+        save_packed(out, tmp_path / "bits")
+        assert isinstance(load_packed(plain, tmp_path / "bits")[0], nn.BatchNorm1d)
 
     def test_signs_multiplied_off_the_cpu_are_those_counted_on_it(self):
         from subspan.resize.binary.joint import Convolution, Dense
@@ -405,3 +467,17 @@ class TestPacked:
         assert torch.equal(packed(x), layer(x))
         assert packed(x[:0]).shape == (0, 3)
         assert packed(x[None]).shape == (1, 4, 3)
+        conv = export_binary(nn.Sequential(BinaryConv2d(2, 4, 3, padding=1)))
+        assert conv(torch.zeros(0, 2, 5, 6)).shape == (0, 4, 5, 6)
+
+    def test_inputs_that_cannot_work(self):
+        linear = export_binary(nn.Sequential(BinaryLinear(8, 4)))
+        conv = export_binary(nn.Sequential(BinaryConv2d(4, 1, 3)))
+        with pytest.raises(TypeError, match="int64"):
+            linear(torch.ones(3, 8, dtype=torch.int64))
+        with pytest.raises(TypeError, match="int64"):
+            conv(torch.ones(3, 4, 5, 5, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"of 8 inputs takes \(\*, inputs\), got \(8, 7\)"):
+            linear(torch.ones(8, 7))
+        with pytest.raises(ValueError, match=r"of 4 channels takes .* got \(2, 8, 5, 5\)"):
+            conv(torch.ones(2, 8, 5, 5))

@@ -26,7 +26,7 @@ class SurgeMonitor:
     def __init__(self, model: nn.Module) -> None:
         self.layers = binary_layers(model)
         self.sums: dict[str, Tensor] = {}
-        self.signs = {name: layer.weight.detach() >= 0 for name, layer in self.layers.items()}
+        self.signs = {name: layer.latent().detach() >= 0 for name, layer in self.layers.items()}
         self._warned: set[str] = set()
         for name, layer in self.layers.items():
             layer.record = lambda seen, name=name: self._record(name, seen)
@@ -34,8 +34,9 @@ class SurgeMonitor:
     def _record(self, name: str, seen: Observed) -> None:
         b, a = seen.straight.float(), seen.twin.float()
         straight, twin = b.norm(), a.norm()
-        # Where a gradient is zero there is no angle; zero stands for it.
-        cosine = (b * a).sum() / (straight * twin).clamp_min(torch.finfo(torch.float32).tiny)
+        # Where a gradient is zero there is no angle; zero stands for it. The product of the norms might underflow.
+        tiny = torch.finfo(torch.float32).tiny
+        cosine = (b * (a / twin.clamp_min(tiny))).sum() / straight.clamp_min(tiny)
         figures = torch.stack(
             [
                 torch.ones_like(cosine),
@@ -53,10 +54,8 @@ class SurgeMonitor:
         out = {}
         for name, sums in self.sums.items():
             n, *rest = sums.tolist()
-            now = self.layers[name].weight.detach() >= 0
-            figures = dict(
-                zip(("scale", "straight", "twin", "cosine", "saturated"), (x / n for x in rest), strict=True)
-            )
+            now = self.layers[name].latent().detach() >= 0
+            figures = dict(zip(_FIGURES, (x / n for x in rest), strict=True))
             out[name] = figures | {"flipped": (now != self.signs[name]).float().mean().item()}
             self.signs[name] = now
             if figures["saturated"] == 1.0 and name not in self._warned:

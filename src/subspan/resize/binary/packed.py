@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +19,17 @@ from torch import Tensor, nn
 
 from subspan.files import replacing
 from subspan.resize.binary.config import SurgeConfig
-from subspan.resize.binary.estimators import filter_scale, transformed
-from subspan.resize.binary.joint import Convolution, Dense, scaled_output
-from subspan.resize.binary.layers import BinaryLayer, BinaryLinear, binary_layers, padded, to_binary
+from subspan.resize.binary.estimators import filter_scale
+from subspan.resize.binary.joint import Convolution, Dense, require_floating, scaled_output
+from subspan.resize.binary.layers import (
+    BinaryLayer,
+    BinaryLinear,
+    binary_kind,
+    binary_layers,
+    padded,
+    put_in_place,
+    to_binary,
+)
 from subspan.surgery import replace_modules
 
 # Rows x outputs of one block: the words' XOR and counts of a block stay in the second-level cache.
@@ -76,11 +86,10 @@ class PackedLayer(nn.Module):
     bias: Tensor | None
     threshold: Tensor | None
     falling: Tensor | None
-    channel_dim: int
 
     def __init__(self, layer: BinaryLayer) -> None:
         super().__init__()
-        weight = transformed(layer.weight.detach(), layer.config.transform, layer.config.tau)
+        weight = layer.latent().detach()
         self.shape = weight.shape
         self.register_buffer("bits", torch.from_numpy(pack((weight >= 0).flatten(1).cpu().numpy())).to(weight.device))
         self.register_buffer("alpha", filter_scale(weight) if layer.config.alpha == "channel" else None)
@@ -94,8 +103,10 @@ class PackedLayer(nn.Module):
         mean, var = norm.running_mean, norm.running_var
         if mean is None or var is None:
             raise ValueError("a batch normalisation without running statistics cannot be folded")
-        gamma = norm.weight if norm.affine else torch.ones_like(mean)
-        beta = norm.bias if norm.affine else torch.zeros_like(mean)
+        wide = torch.promote_types(mean.dtype, torch.float32)  # as the normalisation itself computes
+        mean, var = mean.to(wide), var.to(wide)
+        gamma = norm.weight.to(wide) if norm.affine else torch.ones_like(mean)
+        beta = norm.bias.to(wide) if norm.affine else torch.zeros_like(mean)
         # gamma (x - mean) / sd + beta >= 0 is x >= t, or x <= t where gamma < 0; where gamma = 0, all or nothing.
         always = torch.where(beta >= 0, -torch.inf, torch.inf)
         self.threshold = torch.where(gamma == 0, always, mean - beta * (var + norm.eps).sqrt() / gamma).detach()
@@ -119,7 +130,7 @@ class PackedLayer(nn.Module):
         """Where the sign is +1; what comes before this layer is folded in."""
         if self.threshold is None or self.falling is None:
             return x >= 0
-        shape = (-1, *(1,) * (x.ndim - 2)) if self.channel_dim == 1 else (-1,)
+        shape = (-1, *(1,) * (x.ndim - 2))  # a batch normalisation's channels are dimension 1, whatever the layer's
         t, falling = self.threshold.view(shape), self.falling.view(shape)
         return torch.where(falling, x <= t, x >= t)
 
@@ -131,35 +142,34 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer):
     """A ``BinaryLinear`` for inference: ceil(p / 8) bytes a row and a scale."""
 
-    channel_dim = -1
-
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
+        require_floating(x)
+        if x.shape[-1] != self.shape[1]:
+            raise ValueError(f"a linear layer of {self.shape[1]} inputs takes (*, inputs), got {tuple(x.shape)}")
         if x.device.type != "cpu":
             return scaled_output(self.multiplied(x, Dense()), self.alpha, self.bias, -1)
         q, p = self.shape
-        rows = x.reshape(-1, p)
-        y = torch.from_numpy(sign_products(word_columns(pack(self.positive(rows).numpy())), self.words(), p)).to(
-            x.dtype
-        )
-        y = y.masked_fill_(rows.isnan().any(-1, keepdim=True), torch.nan)
-        return scaled_output(y.view(*x.shape[:-1], q), self.alpha, self.bias, -1)
+        rows = pack(self.positive(x).numpy().reshape(-1, p))
+        y = torch.from_numpy(sign_products(word_columns(rows), self.words(), p)).to(x.dtype).view(*x.shape[:-1], q)
+        y = y.masked_fill_(x.isnan().any(-1, keepdim=True), torch.nan)
+        return scaled_output(y, self.alpha, self.bias, -1)
 
 
 class PackedConv(PackedLayer):
     """A ``BinaryConv1d`` or ``BinaryConv2d`` for inference: the same on patches."""
 
-    channel_dim = 1
-
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         self.stride, self.dilation, self.groups = layer.stride, layer.dilation, layer.groups
+        self.in_channels = layer.in_channels
         self.padding_mode = layer.padding_mode
         self._reversed_padding_repeated_twice = layer._reversed_padding_repeated_twice
         self._border: tuple[torch.Size, Tensor] | None = None
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
+        require_floating(x)
         x, operator = padded(self, x)
         y = self._counted(x, operator) if x.device.type == "cpu" else self.multiplied(x, operator)
         return scaled_output(y, self.alpha, self.bias, 1)
@@ -171,7 +181,7 @@ class PackedConv(PackedLayer):
         b, *size = rows.shape[: x.ndim - 1]
         rows = rows.reshape(-1, operator.groups, p)
         found = [sign_products(word_columns(pack(rows[:, g])), np.ascontiguousarray(w), p) for g, w in enumerate(words)]
-        y = torch.from_numpy(np.concatenate(found, 1)).to(x.dtype).view(b, *size, -1).movedim(-1, 1)
+        y = torch.from_numpy(np.concatenate(found, 1)).to(x.dtype).view(b, *size, self.shape[0]).movedim(-1, 1)
         if x.isnan().any():
             hit = _patches(x.isnan().numpy(), operator, self.shape[2:], False).any(-1)
             nan = torch.from_numpy(hit).movedim(-1, 1).repeat_interleave(self.shape[0] // operator.groups, 1)
@@ -203,7 +213,7 @@ def _patches(image: NDArray[np.bool_], conv: Convolution, kernel: Sequence[int],
     b, c, *rest = windows.shape
     split = windows.reshape(b, conv.groups, c // conv.groups, *rest)
     order = (0, *range(3, 3 + n), 1, 2, *range(3 + n, 3 + 2 * n))
-    return split.transpose(order).reshape(b, *rest[:n], conv.groups, -1)
+    return split.transpose(order).reshape(b, *rest[:n], conv.groups, c // conv.groups * math.prod(kernel))
 
 
 def export_binary(model: nn.Module, *, fold_batch_norm: bool = False) -> nn.Module:
@@ -212,14 +222,17 @@ def export_binary(model: nn.Module, *, fold_batch_norm: bool = False) -> nn.Modu
     Args:
         model: with binary layers, of any mode.
         fold_batch_norm: take over the batch normalisation that stands directly before a binary layer in an
-            ``nn.Sequential`` as a threshold per channel (in exact arithmetic the same signs).
+            ``nn.Sequential`` as a threshold per channel (in exact arithmetic the same signs). A layer that stands in
+            two places keeps its normalisations.
     """
     out = copy.deepcopy(model)
     replace_modules(out, {layer: _packed(layer) for layer in binary_layers(out).values()})
     if fold_batch_norm:
+        places = Counter(module for _, module in out.named_modules(remove_duplicate=False))
         for chain in [m for m in out.modules() if isinstance(m, nn.Sequential)]:
             for i, (first, second) in enumerate(pairwise(chain)):
-                if isinstance(first, nn.modules.batchnorm._BatchNorm) and isinstance(second, PackedLayer):
+                before = isinstance(first, nn.modules.batchnorm._BatchNorm)
+                if before and isinstance(second, PackedLayer) and places[second] == 1:
                     second.fold(first)
                     chain[i] = nn.Identity()
     return out
@@ -243,7 +256,8 @@ def save_packed(model: nn.Module, path: str | Path) -> None:
 def load_packed(model: nn.Module, path: str | Path) -> nn.Module:
     """Read what ``save_packed`` wrote into a model of the architecture that ``binarize`` was given; returns it.
 
-    Raises ``ValueError`` where the file holds no packed layers or others than this model has.
+    Raises ``ValueError`` where the file holds no packed layers or others than this model has, and torch's own
+    ``RuntimeError`` where shapes differ.
     """
     with safe_open(path, "pt") as file:
         meta = json.loads((file.metadata() or {}).get("packed", "{}"))
@@ -251,16 +265,20 @@ def load_packed(model: nn.Module, path: str | Path) -> nn.Module:
     if not meta:
         raise ValueError(f"{path} holds no packed layers")
     out = copy.deepcopy(model)
+    named = dict(out.named_modules())
     new: dict[nn.Module, nn.Module] = {}
     for name, scaled in meta.items():
-        layer = out.get_submodule(name)
+        layer = named.get(name)
+        if layer is None or not (isinstance(layer, BinaryLayer) or binary_kind(layer)):
+            raise ValueError(f"{path} packs {name}, which is no linear or convolutional layer of this model")
         config = SurgeConfig(mode="ste", alpha="channel" if scaled else "none")
         packed = _packed(layer if isinstance(layer, BinaryLayer) else to_binary(layer, config))
         packed.threshold, packed.falling = (tensors.get(f"{name}.{part}") for part in ("threshold", "falling"))
         new[layer] = packed
-    replace_modules(out, new)
+    put_in_place(out, new)
     for name, module in list(out.named_modules()):
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and f"{name}.num_batches_tracked" not in tensors:
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if norm and module.track_running_stats and f"{name}.running_mean" not in tensors:
             out.set_submodule(name, nn.Identity())  # folded
     out.load_state_dict(tensors)
     return out
