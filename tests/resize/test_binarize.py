@@ -319,6 +319,16 @@ def test_the_callback_in_transformers_trainer(tmp_path):
     assert logged[0]["surge_scale"] > 0
 
 
+@pytest.mark.slow
+def test_t5_asks_a_packed_layer_for_its_weight_s_dtype():
+    from transformers import T5Config, T5EncoderModel
+
+    model = T5EncoderModel(T5Config(vocab_size=20, d_model=8, num_layers=1, num_heads=2, d_ff=16, d_kv=4)).eval()
+    binarize(model)
+    ids = torch.arange(6)[None]
+    assert torch.equal(export_binary(model)(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
 class TestPacked:
     @given(p=st.integers(1, 200), n=st.integers(1, 40), q=st.integers(1, 50), seed=st.integers(0, 9))
     @settings(max_examples=25, deadline=None)
@@ -467,8 +477,21 @@ class TestPacked:
         assert torch.equal(packed(x), layer(x))
         assert packed(x[:0]).shape == (0, 3)
         assert packed(x[None]).shape == (1, 4, 3)
-        conv = export_binary(nn.Sequential(BinaryConv2d(2, 4, 3, padding=1)))
-        assert conv(torch.zeros(0, 2, 5, 6)).shape == (0, 4, 5, 6)
+        layer = BinaryConv2d(40, 4, 3, padding=1, dtype=torch.bfloat16)  # sums beyond 256, which bfloat16 rounds
+        conv = export_binary(nn.Sequential(layer))
+        assert conv(torch.zeros(0, 40, 5, 6)).shape == (0, 4, 5, 6)
+        x = torch.ones(2, 40, 5, 6)
+        assert conv(x).dtype == torch.float32
+        assert torch.equal(conv(x.bfloat16()), layer(x.bfloat16()))  # of a size seen before, in another dtype
+
+    def test_packed_layers_answer_in_autocast_s_dtype(self):
+        linear, conv = BinaryLinear(9, 3), BinaryConv2d(2, 4, 3)
+        for layer, x in ((linear, torch.randn(4, 9)), (conv, torch.randn(2, 2, 5, 5))):
+            packed = export_binary(nn.Sequential(layer))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert torch.equal(packed(x), layer(x))
+                assert packed(x).dtype == torch.bfloat16
+                assert packed(x.double()).dtype == torch.float64
 
     def test_inputs_that_cannot_work(self):
         linear = export_binary(nn.Sequential(BinaryLinear(8, 4)))

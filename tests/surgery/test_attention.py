@@ -53,3 +53,13 @@ def test_attention_with_extra_positions_is_refused():
     for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
         with pytest.raises(ValueError, match="cannot be split"):
             split_attention(nn.Sequential(nn.MultiheadAttention(8, 2, **options)))
+
+
+def test_a_padded_batch_in_evaluation_takes_no_fast_path_of_the_encoder():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    x, mask = torch.randn(3, 6, 8), PADDING
+    wanted = encoder(x, src_key_padding_mask=mask)  # with gradients there is none
+    split_attention(encoder)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(x, src_key_padding_mask=mask)[~mask], wanted[~mask])

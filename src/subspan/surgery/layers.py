@@ -161,10 +161,19 @@ def find_targets(
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each new module in the place of its old one, at every name under which the model holds it."""
+    """Put each new module in the place of its old one, at every name under which the model holds it.
+
+    torch's encoders around them leave their fast path of evaluation, on which a layer reads the weights of what it
+    holds itself (unless its activation is unknown) and an encoder hands on nested tensors.
+    """
     places = [(name, m) for name, m in model.named_modules(remove_duplicate=False) if name and m in new]
     for name, module in places:
         model.set_submodule(name, new[module])
+    switches = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+    for kind, switch in switches.items():
+        for encoder in model.modules():
+            if isinstance(encoder, kind) and not set(new.values()).isdisjoint(encoder.modules()):
+                setattr(encoder, switch, 0)
 
 
 def no_match(model: nn.Module, wanted: Sequence[str]) -> str:

@@ -221,7 +221,7 @@ def binarize(
         old = named[name]
         if old not in new:  # a layer that stands in two places stays one
             new[old] = to_binary(old, config, generator)
-    put_in_place(model, new)
+    replace_modules(model, new)
     return model
 
 
@@ -236,21 +236,6 @@ def to_binary(old: nn.Module, config: SurgeConfig, generator: torch.Generator | 
         new.out_features, new.in_features = new.weight.shape
     new._set_up(config, generator)
     return new
-
-
-def put_in_place(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace layers, also where torch's encoders have a fast path for evaluation.
-
-    An encoder layer reads its linear layers' weights itself unless its activation is unknown, and an encoder hands on
-    nested tensors.
-    """
-    replace_modules(model, new)
-    placed = set(new.values())
-    slow = ((nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0), (nn.TransformerEncoder, "use_nested_tensor", 0))
-    for module in model.modules():
-        for kind, switch, off in slow:
-            if isinstance(module, kind) and not placed.isdisjoint(module.modules()):
-                setattr(module, switch, off)
 
 
 def binary_layers(model: nn.Module) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from subspan.resize.binary.layers import (
     binary_kind,
     binary_layers,
     padded,
-    put_in_place,
     to_binary,
 )
 from subspan.surgery import replace_modules
@@ -75,12 +74,19 @@ def sign_products(x: NDArray[np.uint64], w: NDArray[np.uint64], p: int) -> NDArr
     return out
 
 
+def answer_dtype(x: Tensor) -> torch.dtype:
+    """Of the output of torch's own layers: the input's, or autocast's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+
+
 class PackedLayer(nn.Module):
     """Bits of the weights, and a scale and a bias per output channel; gradients do not pass.
 
     On a CPU signs are counted, elsewhere unpacked and multiplied.
     """
 
+    weight = None  # some of transformers' models ask a layer for its weight's dtype, unless it has none
     bits: Tensor
     alpha: Tensor | None
     bias: Tensor | None
@@ -151,8 +157,8 @@ class PackedLinear(PackedLayer):
             return scaled_output(self.multiplied(x, Dense()), self.alpha, self.bias, -1)
         q, p = self.shape
         rows = pack(self.positive(x).numpy().reshape(-1, p))
-        y = torch.from_numpy(sign_products(word_columns(rows), self.words(), p)).to(x.dtype).view(*x.shape[:-1], q)
-        y = y.masked_fill_(x.isnan().any(-1, keepdim=True), torch.nan)
+        y = torch.from_numpy(sign_products(word_columns(rows), self.words(), p)).view(*x.shape[:-1], q)
+        y = y.masked_fill_(x.isnan().any(-1, keepdim=True), torch.nan).to(answer_dtype(x))
         return scaled_output(y, self.alpha, self.bias, -1)
 
 
@@ -181,17 +187,17 @@ class PackedConv(PackedLayer):
         b, *size = rows.shape[: x.ndim - 1]
         rows = rows.reshape(-1, operator.groups, p)
         found = [sign_products(word_columns(pack(rows[:, g])), np.ascontiguousarray(w), p) for g, w in enumerate(words)]
-        y = torch.from_numpy(np.concatenate(found, 1)).to(x.dtype).view(b, *size, self.shape[0]).movedim(-1, 1)
+        y = torch.from_numpy(np.concatenate(found, 1)).view(b, *size, self.shape[0]).movedim(-1, 1)
         if x.isnan().any():
             hit = _patches(x.isnan().numpy(), operator, self.shape[2:], False).any(-1)
             nan = torch.from_numpy(hit).movedim(-1, 1).repeat_interleave(self.shape[0] // operator.groups, 1)
             y = y.masked_fill(nan, torch.nan)
-        return y - self._padding(x, operator) if any(operator.padding) else y
+        return (y - self._padding(x, operator) if any(operator.padding) else y).to(answer_dtype(x))
 
     def _padding(self, x: Tensor, operator: Convolution) -> Tensor:
         """A padded place counts for nothing, but a bit knows no zero: what its weights added as if it were +1."""
         if self._border is None or self._border[0] != x.shape[1:]:
-            ones, weight = torch.ones_like(x[:1]), self.signs(x.dtype)
+            ones, weight = torch.ones(1, *x.shape[1:]), self.signs(torch.float32)
             everywhere = weight.flatten(1).sum(1).view(1, -1, *(1,) * (x.ndim - 2))
             self._border = (x.shape[1:], everywhere - operator(ones, weight))
         return self._border[1]
@@ -275,7 +281,7 @@ def load_packed(model: nn.Module, path: str | Path) -> nn.Module:
         packed = _packed(layer if isinstance(layer, BinaryLayer) else to_binary(layer, config))
         packed.threshold, packed.falling = (tensors.get(f"{name}.{part}") for part in ("threshold", "falling"))
         new[layer] = packed
-    put_in_place(out, new)
+    replace_modules(out, new)
     for name, module in list(out.named_modules()):
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if norm and module.track_running_stats and f"{name}.running_mean" not in tensors:
