@@ -70,7 +70,8 @@ def equal(a, b):
 
 
 def loss_of(task, model, rows):
-    from subspan.tune.recipe import Silent, score
+    from subspan.tune.display import Silent
+    from subspan.tune.fitting import score
 
     return score(task, model, rows, 8, Silent())["loss"]
 

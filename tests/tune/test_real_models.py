@@ -65,8 +65,9 @@ def test_smollm2_reloads_in_plain_peft_with_identical_logits(tmp_path):
             again = model(**batch).logits
     assert torch.equal(plain, again)  # the base is the original one
     assert (adapted - plain).abs().max() > 1e-3
+    from subspan.tune.display import Silent
+    from subspan.tune.fitting import score
     from subspan.tune.loading import load_task
-    from subspan.tune.recipe import Silent, score
 
     task, rows = load_task(config)
     assert score(task, model, rows.test, 4, Silent())["loss"] == pytest.approx(summary["after"]["loss"], abs=1e-4)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from subspan.errors import BaseMismatch, ConfigError, DataError, NonFinite, SubspanError, TargetError
 from subspan.tune import parse, plan, tune
+from subspan.tune.display import Silent
 from subspan.tune.folder import RunFolder
 from subspan.tune.loading import load_model, load_task
-from subspan.tune.recipe import Silent
 from tests.tune.stops import stopped_at
 
 
@@ -79,7 +79,8 @@ class Watcher:
 
 
 def loss_of(task, model, rows):
-    from subspan.tune.recipe import Silent, score
+    from subspan.tune.display import Silent
+    from subspan.tune.fitting import score
 
     return score(task, model, rows, 8, Silent())["loss"]
 
@@ -205,7 +206,7 @@ KILLS = {
     "in the first step": "trainer.TuneTrainer.compute_loss",
     "while the second checkpoint is half written": "trainer.TuneTrainer._save_rng_state",
     "before a checkpoint is renamed": "parts.starts.PeftStart.save",
-    "after training": "recipe.export_plain_lora",
+    "after training": "single.export_plain_lora",
 }
 
 
@@ -223,7 +224,7 @@ def test_a_killed_run_resumes_to_bit_equal_weights(settings, tmp_path, when):
         f"""
         import os, signal, sys
         from subspan.tune import load, tune
-        import subspan.tune.recipe as recipe, subspan.tune.trainer as trainer, subspan.tune.parts.starts
+        import subspan.tune.single as single, subspan.tune.trainer as trainer, subspan.tune.parts.starts
         import subspan.tune.parts as parts
         holder, name, calls = {place}, {name!r}, []
         original = getattr(holder, name)

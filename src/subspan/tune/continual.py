@@ -16,6 +16,17 @@ from subspan.adapters import MoRAM, MoRAMConfig, cl_metrics
 from subspan.files import write_json
 from subspan.surgery import base_fingerprint, export_plain_lora, factor_pairs
 from subspan.tune.config import Config
+from subspan.tune.display import Display
+from subspan.tune.fitting import (
+    check_fit,
+    checked_targets,
+    fit,
+    head_names,
+    lora_config,
+    parameter_counts,
+    save_whole,
+    score,
+)
 from subspan.tune.folder import RunFolder
 from subspan.tune.loading import Rows, load_model, load_task
 from subspan.tune.part import Run
@@ -88,7 +99,6 @@ class Memory:
 
     def __init__(self, base: nn.Module, config: Config, targets: list[str]) -> None:
         from subspan.adapters import inject_moram
-        from subspan.tune.recipe import head_names
 
         stream, wanted = config.continual, config.adapter
         assert stream is not None
@@ -131,8 +141,6 @@ class OneLoRA:
     def __init__(self, base: nn.Module, config: Config, targets: list[str], peft_task: str) -> None:
         from peft import get_peft_model
 
-        from subspan.tune.recipe import lora_config
-
         assert config.adapter is not None
         lora = lora_config(config.adapter, targets, peft_task)
         self.model: nn.Module = get_peft_model(base, lora)  # pyright: ignore[reportArgumentType]
@@ -155,8 +163,6 @@ class OneLoRA:
 
 def learner(base: nn.Module, config: Config, peft_task: str) -> Memory | OneLoRA:
     """The adapter on the base model. Raises ``ConfigError`` or ``TargetError`` for targets that cannot be adapted."""
-    from subspan.tune.recipe import checked_targets
-
     stream, wanted = config.continual, config.adapter
     assert stream is not None
     assert wanted is not None
@@ -169,12 +175,11 @@ def learner(base: nn.Module, config: Config, peft_task: str) -> Memory | OneLoRA
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
-def train_stream(config: Config, folder: RunFolder, display: Any, fresh: bool) -> dict[str, Any]:
+def train_stream(config: Config, folder: RunFolder, display: Display, fresh: bool) -> dict[str, Any]:
     """Learn the tasks in order; the summary's ``continual`` holds the matrix and what follows from it."""
     from accelerate import PartialState
     from transformers import set_seed
 
-    from subspan.tune.recipe import check_fit, fit, parameter_counts, save_whole, score
     from subspan.tune.report import layer_table
     from subspan.tune.trainer import Journal, latest_checkpoint
 

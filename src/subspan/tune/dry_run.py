@@ -10,8 +10,9 @@ def plan(config: Config) -> dict[str, Any]:
     """Parameter counts, steps, an estimate of memory in GiB and, under privacy, the noise; reads data, no weights."""
     from peft import LoraConfig, get_peft_model
 
+    from subspan.tune.fitting import check_fit, checked_targets, parameter_counts
     from subspan.tune.loading import load_model, load_task
-    from subspan.tune.recipe import check_fit, checked_targets, parameter_counts, quiet
+    from subspan.tune.machine import quiet
 
     if config.continual:
         return _plan_stream(config)
@@ -57,8 +58,9 @@ def plan(config: Config) -> dict[str, Any]:
 def _plan_stream(config: Config) -> dict[str, Any]:
     """The whole stream: its tasks' plans joined, and for a memory what it will hold at the end."""
     from subspan.tune.continual import load_tasks, task_configs
+    from subspan.tune.fitting import check_fit, checked_targets
     from subspan.tune.loading import load_model
-    from subspan.tune.recipe import check_fit, checked_targets, quiet
+    from subspan.tune.machine import quiet
 
     stream, wanted = config.continual, config.adapter
     assert stream is not None
