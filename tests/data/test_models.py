@@ -38,3 +38,13 @@ def test_names_are_those_of_model_source(tmp_path):
         load_pretrained(AutoConfig, "./nowhere")
     with pytest.raises((DataError, MissingAsset), match="not a model"):
         load_pretrained(AutoConfig, "asset:reviews")
+
+
+def test_torn_files_and_those_of_another_model_are_one_sentence(folder):
+    config, file = folder / "config.json", folder / "model.safetensors"
+    config.write_text(config.read_text().replace('"intermediate_size": 8', '"intermediate_size": 12'))
+    with pytest.raises(DataError, match=r"not of the sizes that config\.json says"):
+        load_pretrained(AutoModelForCausalLM, str(folder))
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(DataError, match="no model loads from"):
+        load_pretrained(AutoModelForCausalLM, str(folder))

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from subspan.cli import app
@@ -96,16 +97,35 @@ def test_what_was_written_whole_is_kept_and_the_rest_made(llama, tmp_path, monke
 
 def test_another_seed_does_not_go_on(llama, tmp_path):
     def stop(done, total):
-        raise KeyboardInterrupt
+        if done >= at * total:
+            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        grow_checkpoint(llama, tmp_path / "big", progress=stop)
+    for at in (0.0, 0.5):  # before anything is written nothing is lost, so another growth may begin
+        with pytest.raises(KeyboardInterrupt):
+            grow_checkpoint(llama, tmp_path / "big", 2 if at else 3, shard_bytes=5000, progress=stop)
     model = network("qwen3-tied")
     with torch.no_grad():
         model.model.norm.weight.add_(1)
     model.save_pretrained(llama)
     with pytest.raises(DataError, match="another seed"):
+        grow_checkpoint(llama, tmp_path / "big", shard_bytes=5000)
+
+
+def test_a_seed_that_lacks_a_tensor_is_not_made_up(llama, tmp_path):
+    file = tmp_path / "seed" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(DataError, match=r"lacks 1 of .*model\.layers\.0\.mlp\.up_proj\.weight"):
         grow_checkpoint(llama, tmp_path / "big")
+
+
+def test_a_configuration_that_names_no_class_gets_one(llama, tmp_path):
+    config = tmp_path / "seed" / "config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps({k: v for k, v in said.items() if k != "architectures"}))
+    grow_checkpoint(llama, tmp_path / "big")
+    assert json.loads((tmp_path / "big" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
 class TestVerb:
@@ -124,7 +144,8 @@ class TestVerb:
         ("options", "message"),
         [
             (["--factor", 1], "at least 2"), (["--noise-db", "nan"], "noise_db"), (["--scheme", "zero"], "scheme must"),
-            (["--dtype", "float13"], "float13"), (["--scheme", "diagonal", "--ffn-factor", 3], "diagonal"),
+            (["--dtype", "float13"], "float13"), (["--dtype", "float8_e4m3fn"], "float8"), (["--factor", 10**6], "GiB"),
+            (["--scheme", "diagonal", "--ffn-factor", 3], "diagonal"),
         ],
     )  # fmt: skip
     def test_what_a_user_can_put_right_is_one_sentence_and_status_2(self, llama, tmp_path, options, message):
@@ -140,6 +161,9 @@ class TestVerb:
         (tmp_path / "new.partial").mkdir()
         (tmp_path / "new.partial" / "mine.txt").write_text("x")
         assert "no unfinished growth" in run(llama, tmp_path / "new").stderr
+        (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+        assert "exists already" in run(llama, tmp_path / "link").stderr
+        assert "exists already" in run(llama, ".").stderr
         for name in ("nowhere/", tmp_path):
             found = run(name, tmp_path / "other")
             assert found.exit_code == 2

@@ -16,9 +16,10 @@ def load_pretrained(factory: Any, name: str, what: str = "model", **options: Any
         options: passed on, such as ``dtype``.
 
     Raises:
-        DataError: nothing of the kind loads from there.
+        DataError: nothing of the kind loads from there, or its files are torn or of another model.
         MissingAsset: the asset is not installed.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -31,8 +32,12 @@ def load_pretrained(factory: Any, name: str, what: str = "model", **options: Any
     logging.disable_progress_bar()
     try:
         return factory.from_pretrained(source.path, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DataError(f"no {what} loads from {name}: {first_line(error)}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise DataError(f"no {what} loads from {name}: weights are not of the sizes that config.json says") from error
     finally:
         if bars:
             logging.enable_progress_bar()

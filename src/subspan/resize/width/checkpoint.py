@@ -1,6 +1,7 @@
 """A wider checkpoint written tensor by tensor, so that the wide network never lies in memory."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -13,7 +14,7 @@ from subspan.data import load_pretrained, model_source
 from subspan.errors import DataError
 from subspan.files import replacing, write_json
 from subspan.resize.width.axes import Growth, Layout
-from subspan.resize.width.model import axis_table, compare
+from subspan.resize.width.model import TOLERANCE, axis_table, compare
 from subspan.resize.width.plan import Plan, plan, state
 
 PLAN = "grow.json"  # in a folder that is not finished: what is being written, so that only the same goes on
@@ -90,14 +91,14 @@ def grow_checkpoint(
         progress: called with bytes done and in total.
 
     Raises:
-        DataError: the model cannot be loaded, OUT exists, or OUT.partial holds another growth.
+        DataError: the model cannot be loaded whole, OUT exists, OUT.partial holds another growth, or the disk is full.
         ValueError: as for ``expand_width``.
         FunctionChanged: the checkpoint's outputs differ by more than rounding; OUT.partial is left for inspection.
     """
     target = Path(out)
-    partial = target.with_name(f"{target.name}.partial")
-    if target.exists():
+    if target.exists() or target.is_symlink():  # a link that leads nowhere could not be replaced at the end
         raise DataError(f"{target} exists already; choose another folder or remove it")
+    partial = target.with_name(f"{target.name}.partial")
     small, tokenizer = _load(model, dtype)
     growth = Growth.of(factor, ffn_factor, split, seed)
     found = plan(small, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie)
@@ -108,7 +109,9 @@ def grow_checkpoint(
     resumed = _write_shards(partial, found, shards, progress)
     total = sum(size for shard in shards for size in shard.values())
     parameters = (sum(p.numel() for p in small.parameters()), _wide_parameters(found))
-    found.config().save_pretrained(partial)
+    config = found.config()
+    config.architectures = [type(small).__name__]  # a GGUF file says none
+    config.save_pretrained(partial)
     if getattr(small, "generation_config", None) is not None and small.can_generate():
         small.generation_config.save_pretrained(partial)
     if tokenizer is not None:
@@ -132,14 +135,16 @@ def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    if dtype is not None and not (isinstance(getattr(torch, dtype, None), torch.dtype)):
-        raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {dtype!r}")
+    if dtype is not None and getattr(torch, dtype, None) not in TOLERANCE:
+        raise ValueError(f"dtype must be float64, float32, float16 or bfloat16, got {dtype!r}")
     config: Any = load_pretrained(AutoConfig, name)
     kind: Any = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0], None)
     if kind is None:
         raise DataError(f"transformers has no class {config.architectures[0]}, which {name} asks for")
     stored = "float32" if model_source(name).gguf_file else "auto"  # a GGUF file's blocks have no dtype of their own
-    model = load_pretrained(kind, name, dtype=dtype or stored)
+    model, read = load_pretrained(kind, name, dtype=dtype or stored, output_loading_info=True)
+    if missing := sorted(read["missing_keys"]):
+        raise DataError(f"{name} lacks {len(missing)} of {kind.__name__}'s tensors, {missing[0]} for one")
     try:
         tokenizer = load_pretrained(AutoTokenizer, name)
     except DataError:
@@ -176,14 +181,14 @@ def _claim(partial: Path, found: Plan, shards: list[dict[str, int]], options: li
         digest.update(name.encode() + head.view(torch.uint8).numpy().tobytes())
     plan_file = partial / PLAN
     mine = {"growth": digest.hexdigest(), "options": options}
-    if plan_file.exists():
+    if any(partial.glob("*.safetensors")) and plan_file.exists():
         theirs = json.loads(plan_file.read_text(encoding="utf-8"))
         if theirs != mine:
             raise DataError(f"{partial} holds an unfinished growth of another seed or with other options "
                             f"({theirs.get('options')}); finish or remove it")  # fmt: skip
         for left in partial.glob(".*.part"):  # of a file that was being written when the process was killed
             left.unlink()
-    elif partial.exists() and any(partial.iterdir()):
+    elif partial.exists() and not plan_file.exists() and any(partial.iterdir()):
         raise DataError(f"{partial} is no unfinished growth; remove it")
     else:
         write_json(plan_file, mine)
@@ -193,9 +198,12 @@ def _write_shards(partial: Path, found: Plan, shards: list[dict[str, int]], prog
     """Write the files that are not there yet, then the index. Returns how many were."""
     total, done, resumed = sum(size for shard in shards for size in shard.values()), 0, 0
     layouts = found.written()
+    paths = [partial / _file(number, len(shards)) for number in range(len(shards))]
+    needed = sum(sum(shard.values()) for shard, path in zip(shards, paths, strict=True) if not path.exists())
+    if needed > (free := shutil.disk_usage(partial).free):
+        raise DataError(f"{partial} needs {needed / 2**30:.1f} GiB more, and its disk has {free / 2**30:.1f} free")
     progress(0, total)
-    for number, shard in enumerate(shards):
-        path = partial / _file(number, len(shards))
+    for shard, path in zip(shards, paths, strict=True):
         if path.exists():  # written whole, or it would have another name
             resumed += 1
             done += sum(shard.values())
@@ -204,7 +212,7 @@ def _write_shards(partial: Path, found: Plan, shards: list[dict[str, int]], prog
         with replacing(path) as part:
             done = _write_safetensors(part, found, {name: layouts[name] for name in shard}, done, total, progress)
     if len(shards) > 1:
-        names = {name: _file(number, len(shards)) for number, shard in enumerate(shards) for name in shard}
+        names = {name: path.name for shard, path in zip(shards, paths, strict=True) for name in shard}
         write_json(partial / _INDEX, {"metadata": {"total_size": total}, "weight_map": names})
     return resumed
 
