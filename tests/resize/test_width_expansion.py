@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections import OrderedDict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from subspan.claims.width_expansion import CharGPT
 from subspan.errors import FunctionChanged
 from subspan.resize import escape_ratio, expand_width, fold_width, register_axes, trap_projected
 from subspan.resize.width.axes import Growth
+from subspan.resize.width.model import compare
 from tests.resize.width_models import ALL, CAUSAL, network, seeded
 
 tf.logging.set_verbosity_error()
@@ -176,6 +179,25 @@ class TestChains:
         assert repr(back) == repr(model)
         torch.testing.assert_close(back[1].running_mean, model[1].running_mean)
 
+    def test_layers_may_have_names_and_an_activation_may_stand_twice(self):
+        act = nn.ReLU()
+        layers = {"a": nn.Linear(7, 6), "act": act, "b": nn.Linear(6, 5), "again": act, "c": nn.Linear(5, 3)}
+        big, report = expand_width(nn.Sequential(OrderedDict(layers)), 2)
+        assert [m.out_features for m in big if isinstance(m, nn.Linear)] == [12, 10, 3]
+        assert report.max_rel_err <= 2e-5
+
+    def test_noise_that_has_nowhere_to_go_and_growth_that_has_nothing_to_grow_are_refused(self):
+        one = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        with pytest.raises(ValueError, match=r"no layer .* can take noise"):
+            expand_width(one, 2)
+        assert fold_width(expand_width(one, 2, noise_db=None)[0], 2)[0].out_features == 8
+        with pytest.raises(ValueError, match=r"ffn_factor is 3, but"):
+            expand_width(one, 1, 3)
+        with pytest.raises(ValueError, match=r"can take noise"):
+            expand_width(CharGPT(40, 32), 1, 1.5, verify=False)  # clones of single units
+        wide, _ = expand_width(CharGPT(40, 32), 1, 1.5, split="random", verify=False)  # whose shares differ
+        assert wide.blocks[0].up.out_features == 192
+
     @pytest.mark.parametrize("layer", [nn.Softmax(-1), nn.Conv1d(1, 1, 1), nn.GRU(8, 8)])
     def test_what_mixes_units_is_refused(self, layer):
         with pytest.raises(ValueError, match=f"layer 1 .*{type(layer).__name__}"):
@@ -239,7 +261,8 @@ class TestRefusals:
         [
             ({"factor": 1}, "at least 2"), ({"factor": 0}, "at least 2"), ({"factor": True}, "whole number"),
             ({"ffn_factor": 0.5}, "ffn_factor"),
-            ({"noise_db": float("nan")}, "noise_db"), ({"noise_db": float("inf")}, "noise_db"),
+            ({"noise_db": float("nan")}, "noise_db"), ({"noise_db": False}, "noise_db"),
+            ({"noise_db": float("inf")}, "noise_db"),
             ({"noise": "columns"}, "noise must"), ({"scheme": "zero"}, "scheme must"), ({"split": "odd"}, "split must"),
         ],
     )  # fmt: skip
@@ -284,6 +307,8 @@ class TestRefusals:
         model.lm_head.weight = nn.Parameter(torch.ones(50, 16, dtype=torch.int8), requires_grad=False)
         with pytest.raises(ValueError, match=r"lm_head\.weight is quantised"):
             expand_width(model, 2)
+        with pytest.raises(ValueError, match=r"quantised \(torch\.float8"):
+            expand_width(network("llama").to(torch.float8_e4m3fn), 2)
 
     def test_shared_layers(self):
         model = char_gpt()
@@ -398,7 +423,21 @@ class TestWorks:
             "axes": "residual x2 -> heads x2+heads x2+heads x2", "noise_db": 40.0,
         }  # fmt: skip
         assert "transformer.h.*.mlp.c_fc.weight" in report.table()
+        _, report = expand_width(network("gpt2"), 1, 2, generator=seeded())  # noise needs an input that is cloned
+        assert [r["name"] for r in report.axis_table if r["noise_db"]] == ["transformer.h.0.mlp.c_proj.weight"]
         assert report.noise_db == 40.0
+
+    @pytest.mark.parametrize(("by", "same"), [(0.05, True), (0.2, False)])
+    def test_deep_networks_of_half_precision_pass_the_comparison(self, by, same):
+        """SmolLM2's outputs move by 0.03 when it grows in bfloat16, by 0.04 when it is rounded to it."""
+        model = nn.Linear(8, 8).bfloat16()
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.weight.mul_(1 + by)
+            other.bias.mul_(1 + by)
+        x = torch.ones(1, 8, dtype=torch.bfloat16)
+        with nullcontext() if same else pytest.raises(FunctionChanged):
+            compare(model, other, x, noisy=True)
 
     def test_growing_draws_nothing_from_the_global_generator(self):
         model, state = network("llama"), torch.get_rng_state()

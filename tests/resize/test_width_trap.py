@@ -94,11 +94,14 @@ def test_t8_gaussian_changes_have_sqrt_of_one_less_one_over_n_squared(n, wanted)
 
 def test_escape_of_zero_is_zero_and_batches_and_rectangles_count_one_by_one():
     assert escape_ratio(torch.zeros(4, 4), 2) == 0
+    assert escape_ratio(torch.full((4, 4), math.nan), 2).isnan()  # a run that diverged is not trapped
     x = rand(3, 6, 4)
     assert torch.equal(escape_ratio(x, (3, 2)), torch.stack([escape_ratio(m, (3, 2)) for m in x]))
     assert escape_ratio(rand(6, 4).bfloat16(), 2).dtype == torch.float32
     with pytest.raises(ValueError, match=r"\(6, 4\) matrix"):
         escape_ratio(rand(6, 4), 4)
+    with pytest.raises(ValueError, match=r"0 x 0"):
+        escape_ratio(rand(6, 4), 0)
 
 
 def test_alignment_with_the_start_without_knowing_the_clones():

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 # "width" is a hidden width of its own (an MLP's); the others have one size throughout a network.
-GROWING = ("residual", "heads", "kv_heads", "ffn", "moe_ffn", "shared_ffn", "embed", "width")
+FFN = ("ffn", "moe_ffn", "shared_ffn")
+GROWING = ("residual", "heads", "kv_heads", *FFN, "embed", "width")
 FIXED = ("vocab", "class", "pos", "patch", "experts", "head_dim", "fixed")
-_FFN = ("ffn", "moe_ffn", "shared_ffn")
 
 _PART = re.compile(r"(?:(\d+)\*)?(\w+)")
 
@@ -238,7 +238,7 @@ class Growth:
 
     def times(self, kind: str, config: Any = None) -> int | float:
         """Factor of an axis. One key head serves all queries, before and after; so does a fixed embedding width."""
-        if kind in _FFN:
+        if kind in FFN:
             return self.ffn_factor
         if kind not in GROWING:
             return 1

@@ -203,22 +203,23 @@ def _elementwise(module: nn.Module) -> bool:
 
 def _chain(model: nn.Sequential) -> Family:
     """Rules of a chain of linear layers, norms and activations: the first input and the last output stay."""
-    linear = [i for i, m in enumerate(model) if isinstance(m, nn.Linear)]
+    layers: dict[str, Any] = dict(model._modules)  # under all their names: an activation may stand twice
+    linear = [i for i, m in layers.items() if isinstance(m, nn.Linear)]
     if len(linear) < 2:
         raise ValueError("an nn.Sequential needs two nn.Linear layers at least: the width between them is what grows")
     first, last = linear[0], linear[-1]
     rules: dict[str, str] = {}
-    norms: list[int] = []
-    for i, module in enumerate(model):
-        layer: Any = module
-        inside = first < i < last
+    norms: list[str] = []
+    inside = False
+    for i, module in layers.items():
+        inside = i != last and (inside or i == first)
         if i in linear:
-            rules[f"{i}"] = f"{'fixed' if i == last else 'width'} <- {'fixed' if i == first else 'width'}"
-        elif isinstance(module, _NORMS) and (isinstance(module, nn.BatchNorm1d) or len(layer.normalized_shape) == 1):
-            rules[f"{i}"] = "width" if inside else "fixed"
+            rules[i] = f"{'fixed' if i == last else 'width'} <- {'fixed' if i == first else 'width'}"
+        elif isinstance(module, _NORMS) and (isinstance(module, nn.BatchNorm1d) or len(module.normalized_shape) == 1):
+            rules[i] = "width" if inside else "fixed"
             norms += [i] * inside
         elif isinstance(module, nn.PReLU):
-            rules[f"{i}"] = "width" if inside and module.num_parameters > 1 else "fixed"
+            rules[i] = "width" if inside and module.num_parameters > 1 else "fixed"
         elif (inside and not _elementwise(module)) or next(module.parameters(), None) is not None:
             raise ValueError(f"layer {i} of the nn.Sequential, {type(module).__name__}, has no axis rule; chains hold "
                              "linear layers, norms and elementwise activations")  # fmt: skip
@@ -226,10 +227,10 @@ def _chain(model: nn.Sequential) -> Family:
     def resize(new: Any, size: Callable[[str, int], int]) -> None:
         """Norms without weights say their size nowhere else."""
         for i in norms:
-            norm: Any = model[i]
+            norm, wide = layers[i], new.get_submodule(i)
             if isinstance(norm, nn.BatchNorm1d):
-                new[i].num_features = size("width", norm.num_features)
+                wide.num_features = size("width", norm.num_features)
             else:
-                new[i].normalized_shape = (size("width", norm.normalized_shape[0]),)
+                wide.normalized_shape = (size("width", norm.normalized_shape[0]),)
 
     return Family(rules, resize=resize)

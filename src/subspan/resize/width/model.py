@@ -177,7 +177,7 @@ TOLERANCE = {
     torch.float64: (1e-6, 1e-6),  # transformers' norms compute in float32
     torch.float32: (1e-5, 2e-5),
     torch.float16: (1e-2, 1e-2),
-    torch.bfloat16: (3e-2, 3e-2),
+    torch.bfloat16: (1e-1, 1e-1),  # SmolLM2's own outputs move by 0.04 when it is rounded to bfloat16
 }
 
 

@@ -9,9 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subspan.resize.width.axes import Family, Growth, Layout, Rule, Sizes, count, find_rule, gauge, head_dim, seed_for
+from subspan.resize.width.axes import (
+    FFN,
+    Family,
+    Growth,
+    Layout,
+    Rule,
+    Sizes,
+    count,
+    find_rule,
+    gauge,
+    head_dim,
+    seed_for,
+)
 from subspan.resize.width.families import family_of
-from subspan.resize.width.tiling import add_noise, expand_tensor
+from subspan.resize.width.tiling import add_noise, clone_counts, expand_tensor
 from subspan.surgery import base_layer
 
 
@@ -67,8 +79,8 @@ class Plan:
         return out.clone() if out is x else out
 
     def noisy(self, layout: Layout) -> bool:
-        """Whether this tensor gets noise: hidden layers do, embeddings, heads, norms and biases do not."""
-        return self.noise_db is not None and layout.hidden
+        """Whether this tensor gets noise: hidden layers with cloned inputs do; tables, heads, norms, biases do not."""
+        return self.noise_db is not None and layout.hidden and clone_counts(layout)[0][1] > 1
 
     def new_size(self, kind: str, old: int, wide: bool) -> int:
         """Of an axis (or its number of heads) in the wide network, or in the seed."""
@@ -103,7 +115,7 @@ def layouts_of(model: nn.Module, growth: Growth, *, wide: bool = False) -> tuple
     family = family_of(model)
     tensors, parameters = state(model), dict(model.named_parameters(remove_duplicate=False))
     for name, x in parameters.items():
-        if hasattr(x, "quant_state") or not x.is_floating_point():
+        if hasattr(x, "quant_state") or not x.is_floating_point() or x.itemsize < 2:
             raise ValueError(f"{name} is quantised ({x.dtype}); load the network unquantised")
     sizes = Sizes(family, growth, getattr(model, "config", None) if family.counts else None, wide)
     layouts, missing = {}, []
@@ -119,6 +131,9 @@ def layouts_of(model: nn.Module, growth: Growth, *, wide: bool = False) -> tuple
         raise ValueError(
             f"no axis rule for {', '.join(missing)} of {type(model).__name__}; add them with register_axes"
         )
+    kinds = {s.kind for layout in layouts.values() for axis in layout.axes for s in axis}
+    if growth.ffn_factor != growth.factor and kinds.isdisjoint(FFN):
+        raise ValueError(f"ffn_factor is {growth.ffn_factor}, but no rule of {type(model).__name__} names an ffn axis")
     return family, sizes, layouts
 
 
@@ -162,7 +177,7 @@ def plan(
         raise ValueError(f"scheme must be 'clone' or 'diagonal', got {scheme!r}")
     if noise not in ("row", "balanced"):
         raise ValueError(f"noise must be 'row' or 'balanced', got {noise!r}")
-    if noise_db is not None and not abs(noise_db) < float("inf"):
+    if isinstance(noise_db, bool) or (noise_db is not None and not abs(noise_db) < float("inf")):
         raise ValueError(f"noise_db must be finite, or None for exact clones, got {noise_db}")
     family, sizes, plain = layouts_of(model, growth, wide=wide)
     ties = ties_of(model, plain)
@@ -175,12 +190,18 @@ def plan(
             "untie=True"
         )
     layouts = {name: gauge(layout, family, growth, tied=keeps) for name, layout in plain.items()}
-    return Plan(model, family, growth, sizes, layouts, ties, bool(moving) and untie, scheme, noise_db, noise)
+    found = Plan(model, family, growth, sizes, layouts, ties, bool(moving) and untie, scheme, noise_db, noise)
+    if noise_db is not None and growth.split == "even" and not any(map(found.noisy, layouts.values())):
+        raise ValueError(
+            "no layer of this network can take noise (it needs a cloned input, and an output that is no fixed axis), "
+            "so clones would stay equal whatever trains them; noise_db=None, or --exact, grows it all the same"
+        )
+    return found
 
 
 def wide_plan(model: nn.Module, factor: int, ffn_factor: int | float | None = None) -> Plan:
     """Of a network that was grown by these factors. A tie it still has was kept."""
-    return plan(unwrapped(model), Growth.of(factor, ffn_factor), untie=False, wide=True)
+    return plan(unwrapped(model), Growth.of(factor, ffn_factor), noise_db=None, untie=False, wide=True)
 
 
 def rebuilt(found: Plan, tensors: Iterable[tuple[str, Tensor]], *, wide: bool = True) -> nn.Module:

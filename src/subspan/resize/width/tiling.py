@@ -148,7 +148,7 @@ def trap_projection(x: Float[Tensor, "*b m k"], factor: int | tuple[int, int]) -
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    if x.shape[-2] % rows or x.shape[-1] % columns:
+    if min(rows, columns) < 1 or x.shape[-2] % rows or x.shape[-1] % columns:
         raise ValueError(f"a {tuple(x.shape[-2:])} matrix does not consist of {rows} x {columns} equal blocks")
     return x.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
 
@@ -167,4 +167,4 @@ def escape_ratio(x: Float[Tensor, "*b m k"], factor: int | tuple[int, int]) -> F
     blocks = _blocks(x, *_pair(factor))
     outside = (blocks - _block_mean(blocks)).flatten(-4).norm(dim=-1)
     total = x.flatten(-2).norm(dim=-1)
-    return torch.where(total > 0, outside / total.clamp(min=torch.finfo(x.dtype).tiny), torch.zeros_like(total))
+    return torch.where(total == 0, 0.0, outside / total)  # a NaN stays one
