@@ -127,12 +127,16 @@ class TestGradient:
     @pytest.mark.parametrize("granularity", ["layer", "sample", "channel"])
     def test_t6_the_published_graph_with_the_same_lambda(self, granularity):
         (x, w, a, bias), g = problem()
+        x, g = x.detach().view(2, 3, -1).requires_grad_(), g.view(2, 3, -1)
         config = SurgeConfig(granularity=granularity)
         found = gradients(surge_linear(x, w, a, bias, config), g, x, w, a, bias)
-        g_b = gradients(surge_linear(x, w, None, bias, STE), g, x)[0]
+        # Straight through: value of the sign, gradient of the clipped identity; for the weights of the identity.
+        clipped, alpha = x.clamp(-1, 1), w.detach().abs().mean(1, keepdim=True)
+        f_b = F.linear(sign(x) + clipped - clipped.detach(), alpha * sign(w) + w - w.detach(), bias)
+        g_b = torch.autograd.grad(f_b, x, g, retain_graph=True)[0]
         scale = compensation(g_b, g @ a.detach(), config)
         f_ao = F.linear(scale * x, a)
-        out = surge_linear(x, w, None, bias, STE) - f_ao.detach() + f_ao
+        out = f_b - f_ao.detach() + f_ao
         for one, other in zip(found, gradients(out, g, x, w, a, bias), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
@@ -141,7 +145,7 @@ class TestGradient:
     def test_t7_the_added_gradient_has_eta_times_the_norm(self, eta, seed):
         (x, w, a, bias), _ = problem()
         g = rand(6, 5, seed=seed)
-        ste = gradients(surge_linear(x, w, None, bias, STE), g, x, w)
+        ste = gradients(surge_linear(x, w, a, bias, STE), g, x, w)  # which makes nothing of the twin
         ags = gradients(surge_linear(x, w, a, bias, SurgeConfig(eta=eta)), g, x, w)
         assert (ags[0] - ste[0]).norm() == pytest.approx(eta * ste[0].norm().item(), rel=1e-6)
         assert torch.equal(ags[1], ste[1])
@@ -281,6 +285,9 @@ class TestScale:
         config, running = SurgeConfig(ema=0.9, eta=1.0), torch.zeros(3)
         b, a = torch.ones(2, 3), torch.full((2, 3), 2.0)
         assert compensation(b, a, config, running=running).item() == pytest.approx(0.5)
+        heavy = SurgeConfig(ema=0.9, eps=1.0)  # then the norms' own size counts, not their ratio alone
+        started = compensation(b, a, heavy, running=torch.zeros(3)).item()
+        assert started == pytest.approx(compensation(b, a, SurgeConfig(eps=1.0)).item())
         later = compensation(4 * b, a, config, running=running).item()
         assert later == pytest.approx(0.5 * (0.9 * 0.1 * 1 + 0.1 * 4) / (0.9 * 0.1 + 0.1))
 
