@@ -175,7 +175,7 @@ def test_instructions_and_options_are_taken_off_a_prompt():
 
 @pytest.mark.slow
 def test_smoke_form_runs_the_whole_path(tmp_path):
-    out = run_claim(CLAIM, smoke=True, folder=tmp_path)
+    out = run_claim(CLAIM, smoke=True, folder=tmp_path, jobs=1, progress=False)
     assert out["smoke"] is True
     assert {"frozen", *METHODS, *list(ABLATIONS)[:-2]} <= {row["method"] for row in out["rows"]}
     assert {"test_op", "median_cosine", "own_mass"} <= {row["metric"] for row in out["rows"]}

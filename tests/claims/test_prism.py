@@ -3,7 +3,8 @@
 import pytest
 
 from subspan.claims.claim import Results, Row
-from subspan.claims.prism import CLAIM, EPSILONS, GAUGES, LRS, METHODS, cells, run_before, run_gauge, run_grid
+from subspan.claims.prism import CLAIM, EPSILONS, GAUGES, LRS, METHODS, cells, run_grid
+from subspan.claims.runner import run_claim
 
 GOOD = {
     "prism": {8.0: 86.0, 3.0: 80.0, 1.0: 65.0},
@@ -56,18 +57,15 @@ def test_full_form_covers_every_peer_budget_and_rate() -> None:
 
 
 @pytest.mark.slow
-def test_smoke_cells_give_rows_of_both_splits() -> None:
-    rows = run_grid(0, True, "prism", [3.0, None], [0.03]) + run_before(0, True)
-    assert {(r.method, r.metric) for r in rows} == {
-        ("prism", "validation_accuracy"), ("prism", "test_accuracy"), ("before adaptation", "test_accuracy"),
-    }  # fmt: skip
-    assert {r.setting.get("epsilon") for r in rows} == {3.0, "none", None}
-    for method in ("prism", "dp-sgd, balanced start"):
-        rows = run_gauge(0, True, method, [0.03], [0.25, 1.0])
-        values = [r.value for r in rows if r.metric == "test_accuracy"]
-        assert len(values) == 2
-        if method == "prism":
-            assert values[0] == values[1]  # a power of two is an exact change of gauge
+def test_the_smoke_form_runs(tmp_path) -> None:
+    outcome = run_claim(CLAIM, smoke=True, jobs=1, folder=tmp_path, progress=False)
+    assert outcome["smoke"] is True
+    rows = outcome["rows"]
+    of_prism = {(r["metric"], r["setting"].get("epsilon")) for r in rows if r["method"] == "prism"}
+    assert {("validation_accuracy", 3.0), ("test_accuracy", "none")} <= of_prism
+    gauges = [r["mean"] for r in rows if r["method"] == "prism, gauge" and r["metric"] == "test_accuracy"]
+    assert len(gauges) > 1
+    assert len(set(gauges)) == 1  # powers of two are exact changes of gauge
 
 
 @pytest.mark.parametrize("method", ["ffa", "lora+", "lamb", "rite", "prism, whitened"])
