@@ -98,6 +98,8 @@ class TestConversion:
         model = binarize(nn.Sequential(nn.Linear(4, 4), shared, shared, nn.Linear(4, 4)))
         assert isinstance(model[1], BinaryLinear)
         assert model[1] is model[2]
+        model = binarize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), shared, shared))  # the last one, too
+        assert [type(m) for m in model] == [nn.Linear, BinaryLinear, nn.Linear, nn.Linear]
 
     def test_torch_s_encoder_layer_really_runs_binary_in_evaluation(self, tmp_path):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()

@@ -304,7 +304,8 @@ class TestScale:
 
     def test_a_cosine_schedule_ends_at_straight_through(self):
         config = SurgeConfig(eta=0.8, schedule="cosine")
-        assert [config.eta_at(t) for t in (0.0, 0.5, 1.0)] == pytest.approx([0.8, 0.4, 0.0])
+        wanted = [0.8, 0.4 + 0.4 * 0.5**0.5, 0.4, 0.0]
+        assert [config.eta_at(t) for t in (0.0, 0.25, 0.5, 1.0)] == pytest.approx(wanted)
 
     def test_half_precision_overflows_in_neither_norms_nor_lambda(self):
         b = torch.full((100, 100), 1000.0, dtype=torch.float16)
@@ -353,6 +354,7 @@ class TestLayers:
             (lambda: BinaryLinear(6, 4), (3, 6)),
             (lambda: BinaryConv1d(4, 6, 3, padding=1), (2, 4, 9)),
             (lambda: BinaryConv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 9, 8)),
+            (lambda: BinaryConv2d(4, 6, (3, 2), padding=(2, 0), stride=(1, 2), groups=2), (2, 4, 9, 8)),
             (lambda: BinaryConv2d(4, 6, 3, stride=2, padding=1, padding_mode="circular"), (2, 4, 9, 8)),
         ],
     )
@@ -488,6 +490,7 @@ def copy_of_signs(layer, base):
         ({"eta": math.nan}, "eta must be finite"),
         ({"fixed_scale": math.inf}, "fixed_scale must be finite"),
         ({"eps": 0.0}, "eps must be positive"),
+        ({"lambda_max": 0.0}, "lambda_max must be positive"),
         ({"estimator": "tanh"}, "estimator"),
         ({"mode": "agz"}, "mode"),
         ({"ema": 1.0}, "ema must be"),

@@ -188,10 +188,22 @@ def binarize(
     named = dict(model.named_modules(remove_duplicate=False))
     if again := [name for name, module in named.items() if isinstance(module, BinaryLayer)]:
         raise ValueError(f"{again[0]} is binary already; binarize a model once")
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
+    new: dict[nn.Module, nn.Module] = {}
+    for name in _chosen(model, named, target_modules, skip):
+        old = named[name]
+        if old not in new:  # a layer that stands in two places stays one
+            new[old] = to_binary(old, config, generator)
+    replace_modules(model, new)
+    return model
+
+
+def _chosen(
+    model: nn.Module, named: Mapping[str, nn.Module], target_modules: Sequence[str] | None, skip: Iterable[str]
+) -> list[str]:
+    """Names of the layers to convert; raises where there are none or where one cannot be."""
     inside = {f"{name}.out_proj" for name, module in named.items() if isinstance(module, nn.MultiheadAttention)}
     able = [name for name, module in named.items() if name and binary_kind(module) is not None]
-    if not able:
-        raise TargetError("the model holds no linear or convolutional layer in whose place another could be put")
 
     def matching(wanted: str) -> list[str]:
         return [name for name in able if name == wanted or name.endswith(f".{wanted}")]
@@ -201,28 +213,26 @@ def binarize(
     else:
         wanted = {name for target in target_modules for name in matching(target)}
         found = [name for name in able if name in wanted]
+    if not found:
+        nothing = "the model holds no linear or convolutional layer in whose place another could be put"
+        raise TargetError(no_match(model, target_modules) if target_modules and able else nothing)
     ends = {"first": found[:1], "last": found[-1:]}
     spared = {entry: ends[entry] if entry in ends else matching(entry) for entry in skip}
-    if not found or not all(spared.values()):
-        raise TargetError(no_match(model, [k for k, v in spared.items() if not v] if found else target_modules or []))
-    chosen = [name for name in found if not any(name in names for names in spared.values())]
+    if unknown := [entry for entry, names in spared.items() if not names]:
+        raise TargetError(no_match(model, unknown))
+    left = {named[name] for names in spared.values() for name in names}  # wherever else they stand
+    chosen = [name for name in found if named[name] not in left]
     if not chosen:
         raise TargetError(f"all {len(found)} layers that match are skipped; leave out 'first' or 'last' in skip")
-    if hidden := [name for name in chosen if name in inside]:
-        raise ValueError(
-            f"nn.MultiheadAttention reads the weight of {hidden[0]} past its forward; call "
-            "subspan.surgery.split_attention(model) first"
-        )
-    if computed := [name for name in chosen if "weight" not in named[name]._parameters]:
-        raise ValueError(f"the weight of {computed[0]} is computed from others; remove its parametrisation first")
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
-    new: dict[nn.Module, nn.Module] = {}
     for name in chosen:
-        old = named[name]
-        if old not in new:  # a layer that stands in two places stays one
-            new[old] = to_binary(old, config, generator)
-    replace_modules(model, new)
-    return model
+        if name in inside:
+            raise ValueError(
+                f"nn.MultiheadAttention reads the weight of {name} past its forward; call "
+                "subspan.surgery.split_attention(model) first"
+            )
+        if "weight" not in named[name]._parameters:
+            raise ValueError(f"the weight of {name} is computed from others; remove its parametrisation first")
+    return chosen
 
 
 def to_binary(old: nn.Module, config: SurgeConfig, generator: torch.Generator | None = None) -> BinaryLayer:
