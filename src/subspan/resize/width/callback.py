@@ -16,7 +16,7 @@ class TrapCallback(TrainerCallback):
 
     With the logs: ``trap/esc`` and ``trap/esc_GROUP``. With an evaluation: ``trap/use_of_width`` (loss of the fold less
     that of the network, on at most ``batches`` evaluation batches) and ``trap/verdict`` (0 trapped, 1 escaping, 2
-    escaped). Warns when training starts from an exact clone.
+    escaped). Warns when training starts from an exact clone. A resumed run counts changes from its checkpoint on.
 
     Args:
         factor: as the network was grown.

@@ -111,8 +111,8 @@ def expand_width(
         The wide network and a report.
 
     Raises:
-        ValueError: the factors cannot be, a tensor has no axis rule, weights are quantised, shared or not finite, or
-            the network carries an adapter.
+        ValueError: the factors cannot be, no layer can take the noise, a tensor has no axis rule, weights are quantised,
+            shared or not finite, or the network carries an adapter.
         FunctionChanged: the outputs differ by more than rounding.
     """
     model = unwrapped(model)

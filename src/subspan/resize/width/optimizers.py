@@ -49,8 +49,8 @@ def suggest_lr(
 ) -> list[dict[str, Any]]:
     """Parameter groups of a wide network at the rates that move its fold as ``seed_lr`` moved the seed.
 
-    Exact while the network is trapped: AdamW on a clone doubles the seed-equivalent rate of hidden layers (factor 2),
-    so it gets half here.
+    Exact while the network is trapped, without weight decay and clipping: AdamW on a clone doubles the seed-equivalent
+    rate of hidden layers (factor 2), so it gets half here.
 
     Args:
         seed_lr: the seed's learning rate.
