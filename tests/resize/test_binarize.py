@@ -88,10 +88,11 @@ class TestConversion:
     def test_transformers_conv1d_becomes_a_linear_layer(self):
         from transformers.pytorch_utils import Conv1D
 
-        layer = Conv1D(5, 3)  # 3 in, 5 out, stored in x out
+        layer = Conv1D(5, 3).requires_grad_(False)  # 3 in, 5 out, stored in x out
         model = binarize(nn.ModuleDict({"c_fc": layer}), skip=())
         assert (model["c_fc"].in_features, model["c_fc"].out_features) == (3, 5)
         assert torch.equal(model["c_fc"].weight, layer.weight.mT)
+        assert not model["c_fc"].weight.requires_grad
 
     def test_a_layer_in_two_places_stays_one(self):
         shared = nn.Linear(4, 4)

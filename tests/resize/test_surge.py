@@ -524,3 +524,6 @@ def test_adam_on_two_groups_trains_the_twin_at_its_own_rate():
     groups = param_groups(model, 1e-3, aux_lr=0.0, weight_decay=0.1)
     assert [(len(g["params"]), g["lr"], g["weight_decay"]) for g in groups] == [(6, 1e-3, 0.1), (1, 0.0, 0.0)]
     assert groups[1]["params"][0] is model[1].weight_aux
+    model[0].requires_grad_(False)
+    model[1].weight_aux.requires_grad_(False)
+    assert [len(g["params"]) for g in param_groups(model, 1e-3)] == [4]

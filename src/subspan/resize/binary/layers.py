@@ -189,12 +189,8 @@ def binarize(
     if again := [name for name, module in named.items() if isinstance(module, BinaryLayer)]:
         raise ValueError(f"{again[0]} is binary already; binarize a model once")
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(random_state)
-    new: dict[nn.Module, nn.Module] = {}
-    for name in _chosen(model, named, target_modules, skip):
-        old = named[name]
-        if old not in new:  # a layer that stands in two places stays one
-            new[old] = to_binary(old, config, generator)
-    replace_modules(model, new)
+    chosen = dict.fromkeys(named[name] for name in _chosen(model, named, target_modules, skip))  # once each
+    replace_modules(model, {old: to_binary(old, config, generator) for old in chosen})
     return model
 
 
