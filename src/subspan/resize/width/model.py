@@ -65,7 +65,7 @@ def axis_text(table: list[dict[str, Any]]) -> str:
         name = ".".join("*" if part.isdigit() else part for part in line["name"].split("."))
         sizes = " -> ".join("x".join(map(str, line[size])) or "scalar" for size in ("seed", "wide"))
         noise = "exact" if line["noise_db"] is None else f"{line['noise_db']:g} dB"
-        key = (name if "*" in name else line["name"], line["axes"], sizes, noise)
+        key = (name, line["axes"], sizes, noise)
         groups[key] = groups.get(key, 0) + 1
     lines = [("tensor", "axes", "shape", "noise", ""), *((*key, f"{n} times") for key, n in groups.items())]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
@@ -111,8 +111,8 @@ def expand_width(
         The wide network and a report.
 
     Raises:
-        ValueError: the factors cannot be, no layer can take the noise, a tensor has no axis rule, weights are quantised,
-            shared or not finite, or the network carries an adapter.
+        ValueError: the factors cannot be, no layer can take the noise, a tensor has no axis rule, weights are
+            quantised, shared or not finite, or the network carries an adapter.
         FunctionChanged: the outputs differ by more than rounding.
     """
     model = unwrapped(model)
