@@ -377,8 +377,9 @@ class TestPacked:
             (BinaryConv1d(4, 3, 3, padding=1, padding_mode=padding_mode), (2, 4, 7)),
             (BinaryConv2d(4, 3, 3, padding=1, padding_mode=padding_mode, bias=False), (2, 4, 7, 6)),
         ):
-            x = torch.randn(*shape)
-            torch.testing.assert_close(export_binary(nn.Sequential(layer))(x), layer(x), atol=1e-6, rtol=1e-6)
+            packed = export_binary(nn.Sequential(layer))
+            for x in (torch.randn(*shape), torch.randn(*shape, 2).flatten(-2)):  # of two sizes in turn
+                torch.testing.assert_close(packed(x), layer(x), atol=1e-6, rtol=1e-6)
 
     @pytest.mark.parametrize(("make", "shape"), [(net, (64, 5)), (images, (16, 3, 9, 8))])
     def test_batch_normalisation_as_thresholds(self, make, shape):
@@ -394,6 +395,29 @@ class TestPacked:
         torch.testing.assert_close(out(x), model(x))
         with pytest.raises(ValueError, match="without running statistics"):
             out[2].fold(nn.BatchNorm1d(9, track_running_stats=False))
+
+    def test_ties_are_plus_one_in_bits_and_thresholds(self):
+        norm, layer = nn.BatchNorm1d(4), BinaryLinear(4, 2)
+        with torch.no_grad():
+            norm.weight.copy_(torch.tensor([1.0, -1.0, 0.0, 2.0]))
+            layer.weight[0, 1] = 0
+        model, x = nn.Sequential(norm, layer).eval(), torch.zeros(1, 4)
+        assert torch.equal(layer(x), layer(torch.ones(1, 4)))
+        for fold in (False, True):
+            assert torch.equal(export_binary(model, fold_batch_norm=fold)(x), model(x))
+
+    @pytest.mark.parametrize(
+        ("make", "shape"),
+        [(lambda: BinaryLinear(9, 3), (2, 9)), (lambda: BinaryConv2d(2, 3, 3, padding=1), (2, 2, 4, 5))],
+    )
+    def test_new_bits_replace_what_was_laid_out_for_the_old_ones(self, make, shape):
+        layer, x = make().eval(), torch.randn(*shape)
+        packed = export_binary(nn.Sequential(make()))
+        packed(x)
+        packed.load_state_dict(export_binary(nn.Sequential(layer)).state_dict())
+        assert torch.equal(packed(x), layer(x))
+        assert packed[0].training
+        assert not export_binary(nn.Sequential(layer))[0].training
 
     def test_thresholds_where_a_layer_has_two_of_them_other_axes_or_half_precision(self):
         torch.manual_seed(0)
@@ -414,7 +438,7 @@ class TestPacked:
     @pytest.mark.parametrize("fold", [False, True])
     @pytest.mark.parametrize("binary", [False, True])
     def test_files_hold_bits_and_load_into_the_architecture(self, tmp_path, fold, binary):
-        model = used(net(), 16, 5)
+        model = used(net(alpha="channel" if binary else "none"), 16, 5)
         out = export_binary(model, fold_batch_norm=fold)
         save_packed(out, tmp_path / "model.safetensors")
         plain = nn.Sequential(
