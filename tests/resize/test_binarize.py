@@ -247,6 +247,21 @@ class TestMonitor:
         layer(x).sum().backward()
         assert monitor.read() == {}
 
+    def test_each_layer_has_its_own_figures_since_the_last_reading(self):
+        model = nn.Sequential(BinaryLinear(6, 4), nn.Linear(4, 4), BinaryLinear(4, 3))
+        monitor = SurgeMonitor(model)
+        x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        for flipped in (0.25, 0.0):
+            hidden = model[1](model[0](x))
+            model[2](hidden).square().sum().backward()
+            if flipped:
+                with torch.no_grad():
+                    model[0].weight[0] = -model[0].weight[0]
+            seen = monitor.read()
+            for name, inputs in (("0", x), ("2", hidden)):
+                assert seen[name]["saturated"] == pytest.approx((inputs.abs() > 1).float().mean().item())
+            assert (seen["0"]["flipped"], seen["2"]["flipped"]) == (flipped, 0)
+
     def test_flipped_signs_are_those_after_the_transform(self):
         layer = BinaryLinear(6, 4, config=SurgeConfig(transform="center"))
         monitor = SurgeMonitor(layer)
