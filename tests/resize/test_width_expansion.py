@@ -338,6 +338,10 @@ class TestWorks:
             assert big.config.num_attention_heads == 8
             assert report.max_abs_err > 0
 
+    def test_one_key_head_stays_one(self):
+        big, _ = expand_width(network("mistral-mqa"), 2)
+        assert (big.config.num_attention_heads, big.config.num_key_value_heads) == (8, 1)
+
     def test_feed_forward_alone_keeps_the_rest(self):
         model = network("gpt2")
         big, report = expand_width(model, 1, 3, generator=seeded())
@@ -412,6 +416,8 @@ class TestWorks:
             ratio / change[:, :, 0].square().mean((1, 2)), torch.full((3,), 100.0).double(), rtol=1e-5, atol=0
         )
         assert not torch.allclose(change[0], change[1])
+        q, k = ((noisy[n] - exact[n]).flatten() for n in ("blocks.0.attn.q.weight", "blocks.0.attn.k.weight"))
+        assert torch.cosine_similarity(q, k, 0).abs() < 0.5  # tensors of one shape do not share their noise
         still = ("tok.weight", "pos.weight", "head.weight", "norm.weight", "blocks.0.mlp_norm.weight")
         assert all(torch.equal(exact[k], noisy[k]) for k in still)
 

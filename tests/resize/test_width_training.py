@@ -168,13 +168,14 @@ def test_suggested_rates_undo_the_multipliers():
     torch.optim.AdamW(groups)
 
 
+@pytest.mark.parametrize("tied", [False, True])  # a tie that is kept scales the last norm
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_grown_optimiser_state_goes_on_as_the_seed_s(optimizer):
-    model = gpt2(tie_word_embeddings=False)
+def test_grown_optimiser_state_goes_on_as_the_seed_s(optimizer, tied):
+    model = gpt2(tie_word_embeddings=tied)
     lr = {"sgd": 0.02, "adamw": 1e-3}[optimizer]
     first = OPTIMIZERS[optimizer]([{"params": list(model.parameters()), "lr": lr}])
     steps(model, first, 4)
-    big, report = grown(model, 2, 3, noise_db=None)
+    big, report = grown(model, 2, 3, noise_db=None, untie=not tied)
     wide = OPTIMIZERS[optimizer]([{"params": list(big.parameters()), "lr": lr}])
     state = expand_optimizer_state(first, model, big, 2, 3)
     wide.load_state_dict(state)
@@ -190,10 +191,11 @@ def test_grown_optimiser_state_goes_on_as_the_seed_s(optimizer):
 
 def test_grown_state_of_an_untied_head_and_what_cannot_be_grown():
     model = network("gpt2")
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     steps(model, optimizer, 1)
     big, _ = grown(model)
     state = expand_optimizer_state(optimizer, model, big)
+    assert all(torch.equal(s["max_exp_avg_sq"], s["exp_avg_sq"]) for s in state["state"].values())  # of one step
     assert state["param_groups"][0]["param_names"][-1] == "lm_head.weight"
     torch.optim.AdamW(big.parameters()).load_state_dict(state)
     with pytest.raises(ValueError, match="not the seed's"):
