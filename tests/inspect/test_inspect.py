@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from subspan.cli import app
 from subspan.data import SentenceClassifier
-from subspan.errors import ConfigError, DataError, TargetError
+from subspan.errors import ConfigError, DataError, NonFinite, TargetError
 from subspan.inspect import inspect
 from subspan.linalg import LowRank
 from subspan.resize import SurgeConfig, binarize
@@ -221,6 +221,33 @@ def test_what_a_user_can_put_right_is_one_sentence_and_status_2(
     assert len(errors) == 1
     assert message in errors[0]
     assert not (tmp_path / "page.part").exists()
+
+
+def test_a_module_that_cannot_be_inspected_is_refused_and_leaves_nothing_behind(module, tmp_path):
+    net, batches = module
+    out = tmp_path / "page.html"
+    broken = nn.Linear(5, 3)
+    with torch.no_grad():
+        broken.weight[0, 0] = torch.nan
+    for model, data, options, error, message in (
+        (broken, batches, {}, NonFinite, "weight of  holds NaN"),
+        (net, [], {}, DataError, "list of batches is empty"),
+        (net, batches, {"loss": "hinge"}, ValueError, "loss must be"),
+        (net, batches, {"out": tmp_path}, ValueError, "written as .html"),
+    ):
+        with pytest.raises(error, match=message):
+            inspect(model, data, **({"out": out} | options))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_of_someone_else_in_the_states_place_is_kept(module, tmp_path, resume):
+    mine = tmp_path / "page.part" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("keep")
+    with pytest.raises(ConfigError, match="is no unfinished inspection"):
+        inspect(*module, measure=0, out=tmp_path / "page.html", resume=resume)
+    assert mine.read_text() == "keep"
 
 
 def test_labels_that_do_not_fit(classifier, tmp_path):

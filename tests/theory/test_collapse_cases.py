@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from subspan.errors import ConfigError, DataError, NonFinite, TargetError
 from subspan.linalg import Subspace
-from subspan.theory import CollapseSpectraCallback, Sums, collapse_spectra
+from subspan.theory import CollapseSpectraCallback, Sums, collapse_spectra, exact_layer_ggn, hessian_product
 from subspan.theory.collapse.passes import checked_layers
 from subspan.theory.collapse.statistics import accumulate, first_moments
 from tests.theory.collapse_nets import data, gauss_newton, network, top
@@ -31,7 +31,14 @@ def case(generator):
 
 @pytest.mark.parametrize(
     ("labels", "message"),
-    [([0, 1, 1], "class 2 has no sample"), ([0, 1, 3], "label 3 is out of range"), ([0, -1, 2], "label -1 is out of")],
+    [
+        ([0, 1, 1], "class 2 has no sample"),
+        ([0, 1, 3], "label 3 is out of range"),
+        ([0, -1, 2], "label -1 is out of"),
+        ([0.0, 1.0, 2.0], "one class number per example"),
+        ([[0], [1], [2]], "one class number per example"),
+        ([0, 1], "3 here; got torch.int64 of shape"),
+    ],
 )
 def test_bad_labels(case, labels, message):
     with pytest.raises(DataError, match=message):
@@ -48,8 +55,17 @@ def test_bad_layers_and_options(case):
             collapse_spectra(model, [(x, y)], **options)
     with pytest.raises(ValueError, match="read 3 times"):
         collapse_spectra(model, iter([(x, y)]))
+    for look in (collapse_spectra, lambda m, d: exact_layer_ggn(m, d, "2")):
+        with pytest.raises(DataError, match="no batch"):
+            look(model, [])
     with pytest.raises(DataError, match="no batch"):
-        collapse_spectra(model, [])
+        hessian_product(model, [], model[0], "ce")(torch.zeros(30))
+    with pytest.raises(TargetError, match="no layer to look at"):
+        collapse_spectra(model, [(x, y)], [])
+    with pytest.raises(ValueError, match="k must be at least 1, got -1"):
+        exact_layer_ggn(model, [(x, y)], "2", -1)
+    with pytest.raises(DataError, match="at least 2 classes"):
+        collapse_spectra(model, [(x, y)], forward_fn=lambda m, batch: (m(batch[0])[:, :1], 0 * batch[1]))
     with pytest.raises(ValueError, match="every must be"):
         CollapseSpectraCallback([], every=0)
     with pytest.raises(DataError, match="no labels"):
@@ -76,6 +92,10 @@ def test_features_that_are_not_finite_name_the_layer(case):
     with pytest.raises(NonFinite, match="input of 0 holds NaN"):
         collapse_spectra(model, [(x, y)])
     assert not model[0]._forward_hooks
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    with pytest.raises(NonFinite, match="logits hold NaN"):
+        collapse_spectra(model, [(case[1], y)], ["2"])
 
 
 def test_shared_weights_are_refused_by_name_and_left_out_by_default():
@@ -191,7 +211,9 @@ def test_dicts_and_a_forward_function_of_ones_own(case):
 
     plain = collapse_spectra(model, [(x, y)])["2"].eigenvalues
     by_name = collapse_spectra(Named(), [{"inputs": x, "labels": y}])["net.2"].eigenvalues
-    own = collapse_spectra(model, [{"a": x, "b": y}], forward_fn=lambda m, batch: (m(batch["a"]), batch["b"]))
+    own = collapse_spectra(
+        model, [{"a": x, "b": y.to(torch.int32)}], forward_fn=lambda m, batch: (m(batch["a"]), batch["b"])
+    )
     torch.testing.assert_close(by_name, plain, rtol=0, atol=0)
     torch.testing.assert_close(own["2"].eigenvalues, plain, rtol=0, atol=0)
 

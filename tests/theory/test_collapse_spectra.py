@@ -1,10 +1,13 @@
 """Predictions for real networks against dense Gauss-Newton matrices made by plain differentiation (spec section 4)."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.functional import jacobian
 from torch.nn.functional import one_hot
 
 from subspan.linalg import Subspace
@@ -248,6 +251,48 @@ def test_means_of_jacobians_and_the_gradient_are_those_of_plain_differentiation(
         torch.testing.assert_close(dots, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-6)
         moved = layer.matvec(u[1])
         torch.testing.assert_close(moved, layer.eigenvalues[1] * u[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_collapse_metrics_and_the_weight_report_are_those_of_dense_matrices(loss):
+    model, x, y = drawn(7, counts=(4, 7, 3))
+    report = spectra(model, x, y, loss)
+    z = model(x).detach()
+    classes = [y == c for c in range(3)]
+    for name, h, behind in (("0", x, model[:2](x).detach()), ("2", model[:2](x).detach(), z)):
+        M, W = torch.stack([h[c].mean(0) for c in classes]), model.get_parameter(f"{name}.weight").detach()
+        off, centred = h - M[y], M - M.mean(0)
+        within, between = off.T @ off / len(h), centred.T @ centred / 3
+        ratio = within @ torch.linalg.pinv(between, rtol=1e-9)
+        layer = report[name]
+        found = layer.collapse
+        assert found.nc1_trace == pytest.approx(float(within.trace() / between.trace()), rel=1e-9)
+        assert found.nc1_pinv == pytest.approx(float(ratio.trace()) / 3, rel=1e-7)
+        assert found.nc1_square == pytest.approx(float(ratio.square().sum()), rel=1e-7)
+        once = spectra(model, x, y, loss, estimator="means", residuals=0)[name].collapse
+        assert (once.nc1_trace, once.nc1_pinv) == (pytest.approx(found.nc1_trace), None)
+        for gram, shape, value in (
+            (M @ M.T, torch.eye(3), found.nc2_frame),
+            (centred @ centred.T, torch.eye(3) - 1 / 3, found.nc2_simplex),
+        ):
+            cosine = (gram * shape).sum() / gram.norm() / shape.norm()
+            assert value == pytest.approx(float((1 - cosine**2).sqrt()), rel=1e-6)
+        P = M.T @ torch.linalg.pinv(M.T)
+        on_weight, on_means = P @ W.T @ W @ P, M.T @ M
+        assert found.nc3 == pytest.approx(float((on_weight * on_means).sum() / on_weight.norm() / on_means.norm()))
+        assert layer.weights.mean_energy == pytest.approx(float((W @ P).square().sum() / W.square().sum()))
+        s = torch.linalg.svdvals(W)
+        torch.testing.assert_close(layer.weights.values, s.square())
+        gap = float(s[2] / s[3]) if len(s) > 3 else math.nan
+        assert layer.weights.gap == pytest.approx(gap, nan_ok=True)
+        t = torch.ones(len(z), dtype=z.dtype) if loss == "mse" else 1 - z.softmax(1).square().sum(1)
+        if name == "2":
+            own, means = torch.eye(3, dtype=z.dtype), torch.stack([z[c].mean(0) for c in classes])
+        else:
+            J = jacobian(model[1:], x @ W.T).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # b x k x p
+            own = torch.stack([(t[c, None] * J[c, i]).sum(0) / t[c].sum() for i, c in enumerate(classes)])
+            means = torch.stack([behind[c].mean(0) for c in classes])
+        assert found.nc3_dual == pytest.approx(float(torch.cosine_similarity(own, means).mean()), rel=1e-6)
 
 
 def test_the_factored_gram_products_are_those_of_dense_matrices(generator):

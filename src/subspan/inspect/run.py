@@ -79,6 +79,11 @@ def inspect(
         raise ValueError(f"the page is written as .html, got {target.name}")
     if rows < 1 or batch_size < 1 or max_length < 1 or measure < 0:
         raise ValueError("rows, batch size and length must be at least 1, and measure at least 0")
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder; the page is one file")
+    from subspan.theory.collapse.losses import checked_loss
+
+    checked_loss(loss)
     if isinstance(model, str):
         say(f"loading {model}")
         subject = load_subject(model, base)
@@ -96,12 +101,13 @@ def inspect(
     if subject.model is not None and data is not None and subject.kind in ("classifier", "module"):
         peft: Any = subject.model
         network: nn.Module = peft.get_base_model() if hasattr(peft, "get_base_model") else peft  # names without peft's
-        batches = data
         if isinstance(data, str):
             say(f"reading {data}")
             batches = labelled_batches(
                 subject, data, text=text, label=label, rows=rows, max_length=max_length, batch_size=batch_size
             )
+        elif not (batches := list(data)):
+            raise DataError("there is no data: the list of batches is empty")
         facts["binary"] = _binary(network, batches[0], loss)
         state = target.with_suffix(".part")
         settings = {
@@ -141,9 +147,11 @@ def _notes(subject: Subject, data: Any) -> list[str]:
 
 def _claim(state: Path, settings: Mapping[str, Any], resume: bool) -> None:
     """Make the state folder this call's own."""
+    path = state / "inspection.json"
+    if state.exists() and any(state.iterdir()) and not path.exists():
+        raise ConfigError(f"{state} is no unfinished inspection; move it away, or write the page elsewhere (--out)")
     if not resume:
         shutil.rmtree(state, ignore_errors=True)
-    path = state / "inspection.json"
     if not path.exists():
         write_json(path, settings)
     if json.loads(path.read_text(encoding="utf-8")) != settings:
@@ -164,6 +172,8 @@ def _weights(model: nn.Module, progress: Progress | None) -> Iterator[dict[str, 
     found = matrix_layers(model)
     for number, (name, module) in enumerate(found.items(), 1):
         layer = base_layer(module)
+        if not bool(torch.isfinite(layer.weight).all()):
+            raise NonFinite(f"the weight of {name} holds NaN or infinity")
         weight = layer.weight.detach() if isinstance(layer, nn.Embedding) else weight_matrix(layer)
         yield {
             "layer": name,

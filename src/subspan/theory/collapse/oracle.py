@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from subspan.errors import DataError
 from subspan.linalg import Eigh, Subspace, lanczos, leading_eigh
 from subspan.surgery import base_layer
 from subspan.surgery.moments.stream import calibrating
@@ -79,6 +80,8 @@ def layer_rows(
             for name, (A, X) in jacobians.items():
                 S = root_product(kind, logits, A)
                 parts[name].append((S.transpose(0, 1).contiguous().transpose(0, 1), X))  # as products read it
+    if not all(parts.values()):
+        raise DataError("there is no data: the loader gave no batch")
     return {name: LayerRows(held) for name, held in parts.items()}
 
 
@@ -108,6 +111,8 @@ def exact_layer_ggn(
     """
     if method not in ("auto", "dense", "lanczos"):
         raise ValueError(f"method must be 'auto', 'dense' or 'lanczos', got {method!r}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
     rows = layer_rows(model, loader, [layer], loss=loss, forward_fn=forward_fn)[layer]
     n = rows.shape[0] * rows.shape[1]
     if method == "dense" or (method == "auto" and n <= DENSE):
@@ -199,6 +204,8 @@ def hessian_product(
                 (g,) = torch.autograd.grad(values(kind, logits, labels).sum(), weight, create_graph=True)
                 total += torch.autograd.grad((g * v.view_as(g)).sum(), weight)[0]
                 samples += len(labels)
+        if not samples:
+            raise DataError("there is no data: the loader gave no batch")
         return total.flatten() / samples
 
     return product

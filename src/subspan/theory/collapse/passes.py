@@ -20,8 +20,9 @@ def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict
     """The layers of these names in the model's order, if each has a weight matrix of its own; by default all such.
 
     Raises:
-        TargetError: an unknown name, a module without a weight matrix, or a weight that several layers share.
+        TargetError: no layer, an unknown name, a module without a weight matrix, or a weight that several layers share.
     """
+    names = [names] if isinstance(names, str) else names
     layers = {name: _called(module) for name, module in matrix_layers(model).items()}
     known = {name: m for name, m in layers.items() if not isinstance(base_layer(m), nn.Embedding)}
     if unknown := [name for name in names or () if name not in known]:
@@ -29,13 +30,14 @@ def checked_layers(model: nn.Module, names: Sequence[str] | None = None) -> dict
     owners = parameter_owners(model)
     shared = {name: owners[base_layer(m).weight] for name, m in known.items()}  # pyright: ignore[reportArgumentType]
     shared = {name: [key for key, _ in places] for name, places in shared.items() if len(places) > 1}
-    if names is None:
-        return {name: module for name, module in known.items() if name not in shared}
-    for name in names:
+    for name in names or ():
         if name in shared:
             other = next(key for key in shared[name] if key != f"{name}.weight")
             raise TargetError(f"{name} shares its weight with {other}; its curvature is not that of one layer")
-    return {name: module for name, module in known.items() if name in names}
+    chosen = {n: m for n, m in known.items() if (n not in shared if names is None else n in names)}
+    if not chosen:
+        raise TargetError("there is no layer to look at: name one that has a weight matrix of its own")
+    return chosen
 
 
 def _called(module: nn.Module) -> nn.Module:

@@ -137,6 +137,14 @@ def capture(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, forwa
 
     logits, jacobians = logit_jacobians(forward, layers)
     labels, classes = found[0], logits.shape[1]
+    if classes < 2:
+        raise DataError(f"the model has {classes} logit; class means need a classifier of at least 2 classes")
+    if labels.shape != logits.shape[:1] or labels.is_floating_point():
+        raise DataError(
+            f"labels must be one class number per example, {len(logits)} here; got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+    labels = labels.long()
     if len(labels) and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
         wrong = next(int(y) for y in labels if not 0 <= y < classes)
         raise DataError(f"label {wrong} is out of range: the model has {classes} logits, for labels 0 to {classes - 1}")
@@ -144,6 +152,8 @@ def capture(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, forwa
         for what, x in (("input", X), ("Jacobian", A)):
             if not bool(torch.isfinite(x).all()):
                 raise NonFinite(f"the {what} of {name} holds NaN or infinity")
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFinite("the logits hold NaN or infinity")
     return Captured(wide(logits), labels, jacobians)
 
 

@@ -117,7 +117,7 @@ class UFMOptimum:
 
     def hessian_eigenvalue(self, l: int) -> float:
         """The K²-fold eigenvalue lam_l gamma / (1 - gamma) of the data term's Hessian in W_l, l = 1, ..., L."""
-        return self.lams[l - 1] * self.gamma / (1 - self.gamma)
+        return self.lams[_layer(l, len(self.lams)) - 1] * self.gamma / (1 - self.gamma)
 
     def build(
         self, d: int, *, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float64
@@ -150,8 +150,8 @@ class UFMOptimum:
             raise ValueError(f"matrix must be one of {', '.join(MATRICES)}, got {matrix!r}")
         if d < K:
             raise ValueError(f"the width d must be at least the number of classes {K}, got {d}")
-        if matrix in ("hessian", "weight") and (l is None or not 1 <= l <= L):
-            raise ValueError(f"{matrix!r} needs a layer l from 1 to {L}, got {l}")
+        if matrix in ("hessian", "weight"):
+            _layer(l, L)
         if weight_decay and not matrix.startswith("hessian"):
             raise ValueError(f"weight decay belongs to Hessians, not to {matrix!r}")
         size = (L - 1) * d * d + K * d
@@ -186,6 +186,12 @@ class UFMOptimum:
             free = (K * rest if l == 0 else 0) + (rest * rest if l < L - 1 else 0)
             found.append((lam * weight_decay, free))
         return _sorted(found)
+
+
+def _layer(l: int | None, L: int) -> int:
+    if l is None or not 1 <= l <= L:
+        raise ValueError(f"the layer l must be a number from 1 to {L}, got {l}")
+    return l
 
 
 def _sorted(spectrum: Spectrum) -> Spectrum:
@@ -243,6 +249,8 @@ class DeepUFM(nn.Module):
         super().__init__()
         if nonlinearity not in ("linear", "relu"):
             raise ValueError(f"nonlinearity must be 'linear' or 'relu', got {nonlinearity!r}")
+        if K < 2 or n < 1 or L < 2 or d < K:
+            raise ValueError(f"the model needs K >= 2, n >= 1, d >= K and L >= 2, got K={K}, n={n}, d={d}, L={L}")
         widths = [d] * L + [K]
         self.nonlinearity = nonlinearity
 
@@ -335,7 +343,7 @@ class KroneckerHessian(NamedTuple):
 def linear_hessian(weights: Sequence[Tensor], features: Float[Tensor, "d N"], l: int) -> KroneckerHessian:
     """Hessian of the data term of a deep linear network in W_l (l = 1, ..., L), at any point: AᵀA (x) H Hᵀ / N."""
     A = torch.eye(len(weights[-1]), dtype=features.dtype, device=features.device)
-    for weight in reversed(weights[l:]):
+    for weight in reversed(weights[_layer(l, len(weights)) :]):
         A = A @ weight
     h = features
     for weight in weights[: l - 1]:
