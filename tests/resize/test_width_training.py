@@ -153,6 +153,8 @@ def test_multipliers_are_those_of_the_table():
         found = report.lr_multipliers(optimizer)
         assert [found[n] for n in names] == pytest.approx(figures)
     assert report.lr_multipliers("lion") == report.lr_multipliers("adamw")
+    experts = grown(network("mixtral"))[1].lr_multipliers("muon")["model.layers.0.mlp.experts.down_proj"]
+    assert experts == 2  # a stack is no matrix: AdamW trains it
     with pytest.raises(ValueError, match="unknown optimizer 'adafactor'"):
         report.lr_multipliers("adafactor")
 
