@@ -7,8 +7,9 @@ from torch import nn
 
 from subspan.claims import run_claim
 from subspan.claims.claim import Results, Row
-from subspan.claims.moram import ABLATIONS, CLAIM, METHODS, TEXT_METHODS, images_of, without_instruction
+from subspan.claims.moram import ABLATIONS, CLAIM, METHODS, images_of
 from subspan.claims.moram_peers import Full, Incremental, Learner, Memory, MixtureOfLoRA, OLoRA, Oracle, RoutersAllTrain
+from subspan.claims.moram_text import TEXT_METHODS, without_instruction
 from tests.claims.judging import failing
 
 GOOD = {

@@ -5,12 +5,13 @@ penalty is added to the loss, and closes the task.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from subspan.adapters import MoRAM, MoRAMConfig
+from subspan.adapters import MoRAM, MoRAMConfig, cl_metrics
 from subspan.adapters.moram.model import memory_of, wrap
 from subspan.surgery import replace_modules
 
@@ -221,3 +222,32 @@ def stream(
         if after is not None:
             after(task)
     return table
+
+
+Make = Callable[[nn.Module, Sequence[str], int, int], Learner]
+
+
+class Variant(NamedTuple):
+    """A method at one setting."""
+
+    make: Make
+    lr: float
+    config: str
+
+
+def over(make: Make, lrs: Sequence[float]) -> list[Variant]:
+    return [Variant(make, lr, f"lr {lr:g}") for lr in lrs]
+
+
+def memory(lr: float, tau: float) -> Variant:
+    return Variant(partial(Memory, temperature=tau, threshold=0.2), lr, f"lr {lr:g}, tau {tau:g}")
+
+
+def figures(table: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """OP, forgetting and just-learned of both splits."""
+    out = {}
+    for at, split in enumerate(("validation", "test")):
+        found = cl_metrics([[cell[at] for cell in row] for row in table])
+        names = {"op": "last", "forgetting": "forgetting", "just_learned": "just_learned"}
+        out |= {f"{split}_{name}": found[key] for name, key in names.items()}
+    return out
