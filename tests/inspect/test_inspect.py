@@ -230,7 +230,7 @@ def test_a_module_that_cannot_be_inspected_is_refused_and_leaves_nothing_behind(
     with torch.no_grad():
         broken.weight[0, 0] = torch.nan
     for model, data, options, error, message in (
-        (broken, batches, {}, NonFinite, "weight of  holds NaN"),
+        (broken, batches, {}, NonFinite, "weight of the model holds NaN"),
         (net, [], {}, DataError, "list of batches is empty"),
         (net, batches, {"loss": "hinge"}, ValueError, "loss must be"),
         (net, batches, {"out": tmp_path}, ValueError, "written as .html"),

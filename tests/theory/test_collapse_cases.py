@@ -94,6 +94,8 @@ def test_features_that_are_not_finite_name_the_layer(case):
     assert not model[0]._forward_hooks
     with torch.no_grad():
         model[2].weight[0, 0] = math.nan
+    with pytest.raises(NonFinite, match="Jacobian of 0 holds NaN"):
+        collapse_spectra(model, [(case[1], y)])
     with pytest.raises(NonFinite, match="logits hold NaN"):
         collapse_spectra(model, [(case[1], y)], ["2"])
 

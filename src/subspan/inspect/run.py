@@ -171,10 +171,10 @@ def _weights(model: nn.Module, progress: Progress | None) -> Iterator[dict[str, 
     """One row per matrix: its shape, role, spectrum and ranks."""
     found = matrix_layers(model)
     for number, (name, module) in enumerate(found.items(), 1):
-        layer = base_layer(module)
-        if not bool(torch.isfinite(layer.weight).all()):
-            raise NonFinite(f"the weight of {name} holds NaN or infinity")
+        layer: Any = base_layer(module)
         weight = layer.weight.detach() if isinstance(layer, nn.Embedding) else weight_matrix(layer)
+        if not bool(torch.isfinite(weight).all()):
+            raise NonFinite(f"the weight of {name or 'the model'} holds NaN or infinity")
         yield {
             "layer": name,
             "role": role_of(name, layer),
