@@ -99,6 +99,7 @@ def adapter(model, folder, names, rank=2):
     return drawn
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of libraries: none of the user's business
 def test_an_adapter_with_and_without_its_base(causal, tmp_path):  # noqa: F811
     from transformers import AutoModelForCausalLM
 
@@ -182,8 +183,9 @@ def test_a_stopped_inspection_goes_on_and_gives_the_same(module, tmp_path, stop)
     with pytest.raises(Stop):
         inspect(net, batches, measure=5, out=out, save_every=0, progress=progress)
     assert out.with_suffix(".part").is_dir()
-    with pytest.raises(ConfigError, match="another model or data"):
-        inspect(net, batches[:1], measure=5, out=out)
+    for other, layers in ((batches[:1], None), (batches, ["2"])):
+        with pytest.raises(ConfigError, match="with another model, data or options"):
+            inspect(net, other, layers=layers, measure=5, out=out)
     before = len(told)
     found = inspect(net, batches, measure=5, out=out, save_every=0, progress=progress)
     assert told[-1] == ("measured layers", 2, 2)

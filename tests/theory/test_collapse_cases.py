@@ -66,6 +66,10 @@ def test_bad_layers_and_options(case):
         exact_layer_ggn(model, [(x, y)], "2", -1)
     with pytest.raises(DataError, match="at least 2 classes"):
         collapse_spectra(model, [(x, y)], forward_fn=lambda m, batch: (m(batch[0])[:, :1], 0 * batch[1]))
+    with pytest.raises(ValueError, match="residuals must be at least 0, got -1"):
+        collapse_spectra(model, [(x, y)], residuals=-1)
+    with pytest.raises(DataError, match=r"is the loader a list of batches, \[\(x, y\)\]"):
+        collapse_spectra(model, (x, y))
     with pytest.raises(ValueError, match="every must be"):
         CollapseSpectraCallback([], every=0)
     with pytest.raises(DataError, match="no labels"):
@@ -242,8 +246,18 @@ def test_convolutions_sum_over_locations(loss, estimator, generator):
         torch.testing.assert_close(
             layer.eigenvalues[: Q.shape[1]], top(Q.T @ G @ Q), rtol=0, atol=1e-7 * float(layer.eigenvalues[0])
         )
+    for j, r in enumerate(layer.residuals):
+        theta, u = layer.eigenvalues[j], layer.eigenvector(j).flatten()
+        assert float(torch.linalg.norm(G @ u - theta * u) / theta) == pytest.approx(float(r), rel=1e-6)
+    for method in ("dense", "lanczos"):
+        found = exact_layer_ggn(model, [(x, y)], "0", 3, loss=loss, method=method).values
+        torch.testing.assert_close(found, top(G)[:3])
+    # with one patch per class, at all locations, the means are exact
+    flat = x[:3, :, :1, :1].expand(-1, -1, 4, 4)[y]
     with pytest.warns(UserWarning, match="further approximation"):
-        collapse_spectra(model, [(x, y)], ["0"], loss=loss, estimator="means", residuals=0)
+        means = collapse_spectra(model, [(flat, y)], ["0"], loss=loss, estimator="means", residuals=0)["0"]
+    exact = exact_layer_ggn(model, [(flat, y)], "0", 8, loss=loss).values
+    torch.testing.assert_close(means.eigenvalues[:8], exact, rtol=0, atol=1e-10 * float(exact[0]))
 
 
 def test_padding_changes_nothing(generator):
@@ -289,8 +303,10 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("stop", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6))])
-def test_a_pass_that_stopped_goes_on_where_it_was_saved(case, tmp_path, stop):
+def test_a_pass_that_stopped_goes_on_where_it_was_saved(case, tmp_path, stop, monkeypatch):
     model, x, y = case
+    load, places = Sums.load, []
+    monkeypatch.setattr(Sums, "load", lambda path, place="nowhere": (places.append(place), load(path, place))[1])
     batches = list(zip(x.split(5), y.split(5), strict=True))
     expected = collapse_spectra(model, batches)
     told = []
@@ -306,14 +322,17 @@ def test_a_pass_that_stopped_goes_on_where_it_was_saved(case, tmp_path, stop):
     before = len(told)
     again = collapse_spectra(model, batches, state=tmp_path, save_every=0, progress=progress)
     assert told[-1] == (9, 9)
+    assert set(places) == {x.device}
     assert len(told) == before + 9 - stop  # what was saved is not done again
     for name, layer in again.layers.items():
         assert json.dumps(layer.to_dict()) == json.dumps(expected[name].to_dict())
-    with pytest.raises(ConfigError, match="another loss"):
+    with pytest.raises(ConfigError, match="differs in loss; choose"):
         collapse_spectra(model, batches, state=tmp_path, loss="mse")
+    with pytest.raises(ConfigError, match="differs in layers, residuals;"):
+        collapse_spectra(model, batches, ["2"], state=tmp_path, residuals=1)
     with torch.no_grad():
         model[0].weight.mul_(2)
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="differs in model"):
         collapse_spectra(model, batches, state=tmp_path)
 
 

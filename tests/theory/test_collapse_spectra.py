@@ -11,10 +11,10 @@ from torch.autograd.functional import jacobian
 from torch.nn.functional import one_hot
 
 from subspan.linalg import Subspace
-from subspan.theory import DeepUFM, UFMOptimum, collapse_spectra, exact_layer_ggn, hessian_product
+from subspan.theory import DeepUFM, UFMOptimum, collapse_spectra, exact_layer_ggn, hessian_product, measured_spectra
 from subspan.theory.collapse import estimators, losses
 from subspan.theory.collapse import spectra as spectra_module
-from subspan.theory.collapse.estimators import outer, paired, split
+from subspan.theory.collapse.estimators import class_vectors, outer, paired, split
 from tests.theory.collapse_nets import data, gauss_newton, network, top, vectors
 
 SEEDS = st.integers(0, 2**31)
@@ -185,12 +185,14 @@ def test_t15_longer_features_and_smaller_weights_scale_the_spectrum(seed, loss, 
 def test_t16_an_eigenvalue_lies_within_each_residual(seed, loss, estimator):
     model, x, y = drawn(seed)
     for name, layer in spectra(model, x, y, loss, estimator=estimator).layers.items():
-        exact = top(gauss_newton(model, x, name, loss))
+        G = gauss_newton(model, x, name, loss)
+        exact = top(G)
         assert len(layer.residuals) >= 1
         for j, r in enumerate(layer.residuals):
             theta = layer.eigenvalues[j]
             assert (exact - theta).abs().min() <= r * theta + 1e-12
-            u, G = layer.eigenvector(j).flatten(), gauss_newton(model, x, name, loss)
+            u = layer.eigenvector(j).flatten()
+            assert estimator != "ritz" or float(u @ G @ u) == pytest.approx(float(theta), rel=1e-6)
             assert float(torch.linalg.norm(G @ u - theta * u) / theta) == pytest.approx(float(r), rel=1e-6, abs=1e-9)
 
 
@@ -241,6 +243,8 @@ def test_means_of_jacobians_and_the_gradient_are_those_of_plain_differentiation(
     plain = nn.functional.cross_entropy(z, y) if loss == "ce" else (z - one_hot(y, 3)).square().sum(1).mean() / 2
     assert report.mean_loss == pytest.approx(float(plain.detach()))
     for name, layer in report.layers.items():
+        gaps = (layer.eigenvalues_means - layer.eigenvalues)[:3].abs() / layer.eigenvalues[:3]
+        assert layer.collapse_gap == pytest.approx(float(gaps.max()))
         (g,) = torch.autograd.grad(plain, model.get_parameter(f"{name}.weight"), retain_graph=True)
         assert layer.gradient.norm == pytest.approx(float(g.norm()))
         inside = layer.project(g)
@@ -298,10 +302,17 @@ def test_collapse_metrics_and_the_weight_report_are_those_of_dense_matrices(loss
 def test_the_factored_gram_products_are_those_of_dense_matrices(generator):
     A, mu = (torch.randn(3, *s, generator=generator, dtype=torch.float64) for s in ((4, 5), (6,)))
     v = torch.randn(12, 2, generator=generator, dtype=torch.float64)
-    for D in (paired(A, mu), outer(A, mu)):
-        rows = (D.a[D.i][:, :, None] * D.m[D.j][:, None]).flatten(1)
+    R = torch.randn(3, 4, 4, generator=generator, dtype=torch.float64)
+    own = torch.stack([R[c, c] @ A[c] for c in range(3)])
+    for D, dense in (
+        (paired(A, mu), torch.einsum("ckp,cq->ckpq", A, mu)),
+        (outer(A, mu), torch.einsum("ckp,eq->ckepq", A, mu)),
+        (class_vectors(A, mu, R), torch.einsum("cp,cq->cpq", own, mu)),
+    ):
+        rows = dense.flatten(0, -3).flatten(1)
+        torch.testing.assert_close((D.a[D.i][:, :, None] * D.m[D.j][:, None]).flatten(1), rows)
         torch.testing.assert_close(D.gram(), rows @ rows.T)
-        block = v if len(D) == 12 else v.repeat(3, 1)
+        block = v.repeat(3, 1)[: len(D)]
         torch.testing.assert_close(D.gram_product(block), rows @ (rows.T @ block))
         torch.testing.assert_close(D.combine(block[:, 0]).flatten(), rows.T @ block[:, 0])
         x = torch.randn(5, 6, generator=generator, dtype=torch.float64)
@@ -318,6 +329,12 @@ def test_the_oracle_dense_and_by_lanczos_is_the_plain_matrix_and_so_is_the_hessi
             found = exact_layer_ggn(model, batches, name, 5, loss=loss, method=method)
             torch.testing.assert_close(found.values, top(G)[:5].clamp(min=0), rtol=1e-8, atol=1e-12)
             torch.testing.assert_close(G @ found.vectors, found.vectors * found.values, rtol=0, atol=1e-6)
+        report = collapse_spectra(model, batches, [name], loss=loss, residuals=0)
+        ((_, measured),) = measured_spectra(model, batches, report, [name], steps=len(G))
+        torch.testing.assert_close(measured.eigenvalues[:5], top(G)[:5].clamp(min=0), rtol=1e-8, atol=1e-12)
+        leading = torch.linalg.eigh(G)[1][:, -3:]
+        span = torch.linalg.qr(torch.stack([report[name].eigenvector(j).flatten() for j in range(3)], 1))[0]
+        assert measured.overlap == pytest.approx(float((leading.T @ span).square().sum() / 3), rel=1e-6)
         v = torch.randn(len(G), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         product = hessian_product(model, batches, model.get_submodule(name), loss)
         torch.testing.assert_close(product(v), G @ v, rtol=1e-8, atol=1e-10)

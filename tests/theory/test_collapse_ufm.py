@@ -161,6 +161,17 @@ def test_t11_cross_entropy_at_a_simplex(K, generator):
     assert spectrum_of(full)[len(listed) :].abs().max() < 1e-12
 
 
+def test_a_simplex_far_from_and_far_beyond_what_the_exponential_holds():
+    for K in (2, 3, 10):
+        assert all(0 <= value < 1e-200 for value, _ in simplex_spectrum(K, 700.0, 1.0))
+        wrong = [value for value, _ in simplex_spectrum(K, -800.0, 1.0)]  # q = 1 / (K - 1) in every wrong class
+        scale = 800**2 / K / (K - 1)
+        expected = [0.0] if K == 2 else [scale, scale / (K - 1), 0.0]
+        assert wrong == pytest.approx(expected, abs=1e-9)
+    (first, _), *_ = simplex_spectrum(3, 40.0, 1.0)
+    assert first == pytest.approx(40**2 / 3 * 3 * math.exp(-40), rel=1e-12)
+
+
 def test_t17_gamma_goes_to_one_as_the_decay_goes_to_zero():
     opt = UFMOptimum(3, 40, [1e-6] * 5, 1e-6)
     assert 1 - opt.gamma == pytest.approx((3**6 * 40 * 1e-6**6) ** (1 / 6), rel=1e-2)
@@ -221,6 +232,8 @@ def test_alignment_of_a_null_vector_is_zero_and_says_so():
         (lambda: PAPER.spectrum("gauss_newton", 5, weight_decay=True), "weight decay belongs to Hessians"),
         (lambda: DeepUFM(3, 4, 5, 2, "gelu"), "'linear' or 'relu'"),
         (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1] * 2, 0.1, steps=1, method="adam"), "'gd' or 'lbfgs'"),
+        (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1], 0.1, steps=1), "each of the 2 layers"),
+        (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1, math.nan], 0.1, steps=1), "a lambda of at least 0"),
         (lambda: simplex_spectrum(1, 1.0, 1.0), "at least 2 classes"),
     ],
 )

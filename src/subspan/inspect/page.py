@@ -17,7 +17,8 @@ eigenspace, 1 for the same. gap: with K classes, the eigenvalue before the cut a
 measured; near 1 there is no gap. certified distance: some eigenvalue lies within this share of the predicted one."""
 _COLLAPSE = (
     "All but the last two columns vanish at neural collapse; those are cosines that become 1. The formulas from means "
-    "alone hold there, and not before: read them together with the gap between the two predictions."
+    "alone hold there, and not before: read them together with the gap between the two predictions. The last column "
+    "takes the next layer of the list for the one behind, so it has a meaning for layers in a chain only."
 )
 _FINGERPRINT = (
     "Means over the matrices of each role. Models pre-trained with Muon have a higher stable rank, entropy and peak "
@@ -84,7 +85,7 @@ def _layers(found: Mapping[str, Any]) -> list[Section]:
     for layer in found["layers"]:
         series = {"predicted": layer["eigenvalues"], "from means alone": layer["eigenvalues_means"]}
         if layer["measured"]:
-            series = {"measured": layer["measured"]["eigenvalues"], **series}
+            series["measured"] = layer["measured"]["eigenvalues"]
         series = {name: values[:40] for name, values in series.items() if values and max(values) > 0}
         if series:
             caption = f"{layer['layer']} ({layer['shape'][0]} x {layer['shape'][1]})."

@@ -113,6 +113,7 @@ def inspect(
         settings = {
             "model": base_fingerprint(network),
             "data": _digest(batches),
+            "layers": None if layers is None else list(layers),
             "measure": measure,
             "loss": loss,
         }
@@ -155,7 +156,9 @@ def _claim(state: Path, settings: Mapping[str, Any], resume: bool) -> None:
     if not path.exists():
         write_json(path, settings)
     if json.loads(path.read_text(encoding="utf-8")) != settings:
-        raise ConfigError(f"{state} holds an unfinished inspection of another model or data; start over with --fresh")
+        raise ConfigError(
+            f"{state} holds an unfinished inspection with another model, data or options; start over: --fresh"
+        )
 
 
 def _digest(batches: Sequence[Any]) -> str:

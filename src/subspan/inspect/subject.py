@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,9 @@ def _adapter(name: str, path: Path, base: str | None) -> Subject:
         factory, options = AutoModelForCausalLM, {}
     plain = _loaded(factory, base, dtype="float32", **options)
     try:
-        model = PeftModel.from_pretrained(plain, str(path))
+        with warnings.catch_warnings():  # what peft and transformers will change is no news here
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
+            model = PeftModel.from_pretrained(plain, str(path))
     except (ValueError, RuntimeError, KeyError) as error:
         raise DataError(f"the adapter in {path} does not fit {base}: {first_line(error)}") from error
     kind = "classifier" if classifies else "causal language model"

@@ -21,7 +21,8 @@ class CollapseMetrics:
         nc2_frame: deviation of the class means' Gram matrix from the nearest multiple of I (squared loss, no bias).
         nc2_simplex: of the centred means' from the nearest multiple of I - 11ᵀ/K (cross-entropy, or a bias).
         nc3: cosine of WᵀW, restricted to the span of the class means, and M Mᵀ.
-        nc3_dual: mean cosine of a class's own logit row in A and the class mean behind the layer, where that is known.
+        nc3_dual: mean cosine of a class's own logit row in A and the class mean of the next analysed layer's inputs (or
+            of the logits), where the widths agree; it has a meaning for layers in a chain, not side by side.
     """
 
     nc1_trace: float

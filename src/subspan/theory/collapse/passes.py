@@ -92,14 +92,15 @@ class Passes:
         began = json.loads(path.read_text(encoding="utf-8"))
         if other := [key for key in settings if began.get(key) != settings[key]]:
             raise ConfigError(
-                f"{path.parent} holds sums of another {other[0]} ({began.get(other[0])!r} there, "
-                f"{settings[other[0]]!r} here); choose another folder, or remove it"
+                f"{path.parent} holds sums of a call that differs in {', '.join(other)}; choose another folder, or "
+                "remove it"
             )
 
     def __call__(self, name: str, measure: Callable[[Captured], Mapping[str, Tensor]]) -> Sums:
         """One pass, from its beginning or from where an earlier process left it."""
         path = None if self.state is None else self.state / f"{name}.safetensors"
-        sums = Sums.load(path) if path is not None and path.exists() else Sums()
+        device = next(self.model.parameters()).device
+        sums = Sums.load(path, device) if path is not None and path.exists() else Sums()
         before, saved = self.done, time.monotonic()
 
         def after(sums: Sums) -> None:

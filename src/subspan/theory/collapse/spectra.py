@@ -108,6 +108,8 @@ def collapse_spectra(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if residuals < 0:
+        raise ValueError(f"residuals must be at least 0, got {residuals}")
     count = 1 + (estimator != "means") + (residuals > 0)
     if count > 1 and iter(loader) is loader:
         raise ValueError(f"the loader is read {count} times, but an iterator gives its batches once; give a list")

@@ -87,6 +87,10 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             raise DataError(f"a batch of {', '.join(inputs)} holds no labels; give forward_fn=")
         labels = inputs.pop("labels")
         out = model(**inputs)
+    elif isinstance(batch, Tensor):
+        raise DataError(
+            "a batch is (inputs, labels) or a dict, not a tensor; is the loader a list of batches, [(x, y)]?"
+        )
     else:
         device = next(model.parameters()).device
         *args, labels = (part.to(device) for part in batch)

@@ -212,11 +212,11 @@ def simplex_spectrum(K: int, a: float, m: float) -> Spectrum:
     """
     if K < 2:
         raise ValueError(f"there are at least 2 classes, got {K}")
-    odds = math.exp(-a * m)  # q / p
-    q = odds / (1 + (K - 1) * odds)
-    delta = (1 - odds) / (1 + (K - 1) * odds)  # p - q
-    scale, spread = (a * m) ** 2 / K, delta * (1 - delta)
-    groups = [(q + spread * (K - 1) / K, 1), (q + spread * (K - 2) / K, K - 1), (q, K * K - 3 * K + 1)]
+    high = max(a * m, 0.0)  # the largest logit, without which exp may overflow
+    total = math.exp(a * m - high) + (K - 1) * math.exp(-high)
+    p, q, scale = math.exp(a * m - high) / total, math.exp(-high) / total, (a * m) ** 2 / K
+    # with p + (K - 1) q = 1 and delta = p - q, q + delta (1 - delta) (K - 1) / K is K p q; products lose no digits
+    groups = [(K * p * q, 1), (q * ((K - 1) * p + q), K - 1), (q, K * K - 3 * K + 1)]
     return _sorted([(scale * value, many) for value, many in (groups if K > 2 else groups[:1])])
 
 
@@ -307,6 +307,11 @@ def train_ufm(
     kinds = {"gd": torch.optim.SGD, "lbfgs": torch.optim.LBFGS}
     if method not in kinds:
         raise ValueError(f"method must be 'gd' or 'lbfgs', got {method!r}")
+    if len(lams) != len(model.layers) or not all(math.isfinite(lam) and lam >= 0 for lam in (*lams, lam_h)):
+        raise ValueError(
+            f"each of the {len(model.layers)} layers and the features need a lambda of at least 0, got {list(lams)} "
+            f"and {lam_h}"
+        )
     options = {"line_search_fn": "strong_wolfe"} if method == "lbfgs" else {}
     optimizer = kinds[method](model.parameters(), lr=lr, **options)
 
