@@ -197,7 +197,7 @@ def test_the_model_trains_to_the_optimum_and_its_outliers_are_the_predicted_ones
     began = float(model.objective(opt.lams, opt.lam_h).detach())
     assert train_ufm(model, opt.lams, opt.lam_h, steps=20, after=seen.append) < began
     assert seen == list(range(1, 21))
-    reached = train_ufm(model, opt.lams, opt.lam_h, steps=20, lr=1.0, method="lbfgs")
+    reached = train_ufm(model, opt.lams, opt.lam_h, steps=8, lr=1.0, method="lbfgs")
     assert reached == pytest.approx(opt.loss, abs=1e-9)
     weights, h = [layer.weight.detach() for layer in model.layers], model.features.detach().T
     top = linear_hessian(weights, h, 2)
@@ -234,6 +234,7 @@ def test_alignment_of_a_null_vector_is_zero_and_says_so():
         (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1] * 2, 0.1, steps=1, method="adam"), "'gd' or 'lbfgs'"),
         (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1], 0.1, steps=1), "each of the 2 layers"),
         (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1, math.nan], 0.1, steps=1), "a lambda of at least 0"),
+        (lambda: train_ufm(DeepUFM(3, 4, 5, 2), [0.1, 0.1], -0.1, steps=1), "a lambda of at least 0"),
         (lambda: simplex_spectrum(1, 1.0, 1.0), "at least 2 classes"),
     ],
 )
