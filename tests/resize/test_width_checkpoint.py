@@ -17,6 +17,8 @@ from subspan.cli import app
 from subspan.errors import DataError
 from subspan.resize import expand_width, grow_checkpoint
 from subspan.resize.width import checkpoint
+from subspan.resize.width.axes import Growth
+from subspan.resize.width.plan import plan
 from tests.resize.width_models import network, seeded
 
 tf.logging.set_verbosity_error()
@@ -41,7 +43,10 @@ def run(*args):
 def test_a_streamed_checkpoint_is_what_growing_in_memory_gives(name, untie, tmp_path):
     model = network(name)
     model.save_pretrained(tmp_path / "seed")
-    summary = grow_checkpoint(str(tmp_path / "seed"), tmp_path / "big", untie=untie, noise_db=None, shard_bytes=5000)
+    if name == "vit":
+        tf.ViTImageProcessor().save_pretrained(tmp_path / "seed")
+    summary = grow_checkpoint(str(tmp_path / "seed"), tmp_path / "big", untie=untie, noise_db=None, shard_bytes=2000)
+    assert (tmp_path / "big" / "preprocessor_config.json").exists() is (name == "vit")
     assert summary.max_rel_err <= 1e-5
     again = type(model).from_pretrained(tmp_path / "big")
     big, report = expand_width(model, 2, untie=untie, noise_db=None)
@@ -52,7 +57,18 @@ def test_a_streamed_checkpoint_is_what_growing_in_memory_gives(name, untie, tmp_
     assert summary.shards > 1
     index = json.loads((tmp_path / "big" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == summary.bytes
+    files = list((tmp_path / "big").glob("*.safetensors"))
+    assert set(index["weight_map"].values()) == {p.name for p in files}
+    assert all(int.from_bytes(p.read_bytes()[:8], "little") % 8 == 0 for p in files)  # headers, so tensors are aligned
     assert not (tmp_path / "big" / checkpoint.PLAN).exists()
+
+
+def test_files_are_filled_up_to_the_limit_and_never_empty():
+    shards = checkpoint._shards(plan(network("qwen3-tied"), Growth.of(2)), 5000)
+    sizes = [sum(shard.values()) for shard in shards]
+    assert max(sizes) > 5000  # the first, the embedding's, comes before all others
+    assert all(shard and (size <= 5000 or len(shard) == 1) for shard, size in zip(shards, sizes, strict=True))
+    assert all(a + next(iter(shard.values())) > 5000 for a, shard in zip(sizes, shards[1:], strict=False))
 
 
 def test_half_precision_stays_and_can_be_asked_for(llama, tmp_path):

@@ -275,7 +275,7 @@ class TestRefusals:
             Growth.of(1.5)
 
     def test_a_tie_after_a_post_norm_network(self):
-        with pytest.raises(ValueError, match="untie=True"):
+        with pytest.raises(ValueError, match=r"untie=True, or leave out --keep-tie"):
             expand_width(network("bert-mlm"), 2, untie=False)
 
     def test_weights_that_are_not_finite_are_named(self):
@@ -341,6 +341,8 @@ class TestWorks:
     def test_one_key_head_stays_one(self):
         big, _ = expand_width(network("mistral-mqa"), 2)
         assert (big.config.num_attention_heads, big.config.num_key_value_heads) == (8, 1)
+        big, _ = expand_width(network("opt-post-norm"), 2)  # so does a table narrower than the network
+        assert (big.config.hidden_size, big.config.word_embed_proj_dim) == (32, 8)
 
     def test_feed_forward_alone_keeps_the_rest(self):
         model = network("gpt2")

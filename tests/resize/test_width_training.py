@@ -275,6 +275,13 @@ class TestMonitor:
         assert TrapMonitor(big, thresholds=(0.9, 0.95)).start  # thresholds are the caller's
         monitor.thresholds = (0.9, 0.95)
         assert monitor.verdict() == "trapped"
+        # The verdict is the median's: five of twelve matrices have left, and their mean is no longer small.
+        monitor.thresholds = (0.1, 0.5)
+        with torch.no_grad():
+            for name, p in list(hidden(big).items())[5:]:
+                p.copy_(monitor.start[name])
+        assert monitor.record(201)["esc"] > 0.3
+        assert monitor.verdict() == "trapped"
 
     @pytest.mark.parametrize(("name", "groups"), [("gpt2", {"q", "k", "v", "o", "up", "down"}),
                                                   ("phi3", {"q", "k", "v", "o", "gate", "up", "down"}),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -99,7 +100,7 @@ def grow_checkpoint(
     if target.exists() or target.is_symlink():  # a link that leads nowhere could not be replaced at the end
         raise DataError(f"{target} exists already; choose another folder or remove it")
     partial = target.with_name(f"{target.name}.partial")
-    small, tokenizer = _load(model, dtype)
+    small, companions = _load(model, dtype)
     growth = Growth.of(factor, ffn_factor, split, seed)
     found = plan(small, growth, scheme=scheme, noise_db=noise_db, noise=noise, untie=untie)
     lines = axis_table(found)
@@ -114,8 +115,8 @@ def grow_checkpoint(
     config.save_pretrained(partial)
     if getattr(small, "generation_config", None) is not None and small.can_generate():
         small.generation_config.save_pretrained(partial)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+    for companion in companions:
+        companion.save_pretrained(partial)
     errors: tuple[float | None, float | None] = (None, None)
     if verify:
         big = type(small).from_pretrained(partial, dtype="auto")
@@ -130,10 +131,10 @@ def _wide_parameters(found: Plan) -> int:
     return sum(torch.Size(lay.wide_shape).numel() for name, lay in found.written().items() if name in own)
 
 
-def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
-    """A transformers model of the class its configuration names, and its tokenizer if it has one."""
+def _load(name: str, dtype: str | None) -> tuple[Any, list[Any]]:
+    """A transformers model of the class its configuration names; its tokenizer and image processor if it has them."""
     import transformers
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
     if dtype is not None and getattr(torch, dtype, None) not in TOLERANCE:
         raise ValueError(f"dtype must be float64, float32, float16 or bfloat16, got {dtype!r}")
@@ -145,11 +146,11 @@ def _load(name: str, dtype: str | None) -> tuple[Any, Any]:
     model, read = load_pretrained(kind, name, dtype=dtype or stored, output_loading_info=True)
     if missing := sorted(read["missing_keys"]):
         raise DataError(f"{name} lacks {len(missing)} of {kind.__name__}'s tensors, {missing[0]} for one")
-    try:
-        tokenizer = load_pretrained(AutoTokenizer, name)
-    except DataError:
-        tokenizer = None  # a vision model, or a folder of weights alone
-    return model.eval(), tokenizer
+    companions = []
+    for factory in (AutoTokenizer, AutoImageProcessor):
+        with suppress(DataError, ImportError):  # it has none, or what reads images is not installed
+            companions.append(load_pretrained(factory, name))
+    return model.eval(), companions
 
 
 # --------------------------------------------------------------------------------------------------------------- shards

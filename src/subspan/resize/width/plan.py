@@ -187,7 +187,7 @@ def plan(
     if keeps and (family.final_norm is None or not any(fnmatchcase(n, family.final_norm) for n in plain)):
         raise ValueError(
             "a tied embedding can be kept only before a final norm (pre-norm networks); this one has none: use "
-            "untie=True"
+            "untie=True, or leave out --keep-tie"
         )
     layouts = {name: gauge(layout, family, growth, tied=keeps) for name, layout in plain.items()}
     found = Plan(model, family, growth, sizes, layouts, ties, bool(moving) and untie, scheme, noise_db, noise)
