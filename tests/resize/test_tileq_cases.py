@@ -1,5 +1,6 @@
 """TileQ: what is refused, with which words, and the odd cases that must work (section 9)."""
 
+import inspect
 import logging
 import warnings
 
@@ -25,7 +26,8 @@ from subspan.resize import (
 from subspan.resize.tileq.moments import Recorder, recording
 from subspan.resize.tileq.packing import pack, packed_length, unpack
 from subspan.resize.tileq.placement import greedy_cells, grid_shape, hungarian_cells, index_order
-from subspan.resize.tileq.sources import routed
+from subspan.resize.tileq.sources import find_experts, routed
+from subspan.resize.tileq.walk import prepared
 from tests.resize.tileq_problems import inputs, moments_of, normal, small, some_experts
 
 # ---- a model that needs no transformers
@@ -118,6 +120,14 @@ def batches(d: int = 32, count: int = 2) -> list[torch.Tensor]:
         ({"quantizer": "awq"}, "unknown quantizer 'awq'; known: gptq, gptvq, diag, rtn"),
         ({"factor_dtype": "float4"}, "unknown factor_dtype 'float4'"),
         ({"grid": "round"}, "grid must be 'auto', 'square'"),
+        ({"grid": (2, 3, 4)}, r"grid must be .* got \(2, 3, 4\)"),
+        ({"grid": (0, 9)}, r"grid must be .* got \(0, 9\)"),
+        ({"grid": (1.5, 8)}, r"grid must be .* got \(1.5, 8\)"),
+        ({"bits": 2.0}, "bits must be of type int, got 2.0"),
+        ({"damping": "small"}, "damping must be of type float, got 'small'"),
+        ({"rotation": "maybe"}, "rotation must be of type bool, got 'maybe'"),
+        ({"seed": -1}, "seed must lie in"),
+        ({"outlier_limit": -1.0}, "outlier_limit must be positive"),
     ],
 )
 def test_configurations_that_cannot_work_are_refused(changes, message):
@@ -172,6 +182,30 @@ def test_experts_that_cannot_be_compressed_fail_loudly():
     model.layers[1].experts.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 64))
     with pytest.raises(TargetError, match=r"layers.1.experts: Fused has biases.*gate_up_proj_bias \(4, 64\)"):
         quantize_moe(model, batches(), small())
+    uneven_model = decoder()
+    uneven_model.layers[1].experts = Fused(4, 32, 48)
+    with pytest.raises(ValueError, match="down has 48 inputs, which group_size 32 does not divide"):
+        quantize_moe(uneven_model, batches(), small())
+    assert isinstance(model.layers[0].experts, Fused)  # what can be known is known before anything changes
+    assert isinstance(uneven_model.layers[0].experts, Fused)
+    with pytest.raises(TypeError, match="batches must be a list"):
+        inspect.unwrap(prepared)(decoder(), batches()[0], small())  # past the type checks of the test run
+    idle = Fused()
+    idle.down_proj = nn.Parameter(idle.down_proj[:3].detach())
+    with pytest.raises(TargetError, match="experts without weights"):
+        read_experts("experts", idle)
+
+    class Sorted(Fused):
+        def forward(self, hidden_states):
+            return hidden_states
+
+    with pytest.raises(TargetError, match="a forward without top_k_index"):
+        read_experts("experts", Sorted())
+
+    class SharedExperts(Fused):
+        """Always on, and left alone."""
+
+    assert list(find_experts(nn.ModuleDict({"shared": SharedExperts(), "experts": Fused()}))) == ["experts"]
 
     class StrangeExperts(nn.Module):
         def __init__(self) -> None:
@@ -216,7 +250,8 @@ def test_transposed_weights_are_read_and_ambiguous_ones_refused():
     turned.down_proj = nn.Parameter(plain.down_proj.mT.contiguous())
     a, b = read_experts("a", plain), read_experts("b", turned)
     assert all(torch.equal(a.weights[name], b.weights[name]) for name in ("gate", "up", "down"))
-    ungated = nn.Module()
+    ungated = Fused()
+    del ungated.gate_up_proj
     ungated.up_proj, ungated.down_proj = nn.Parameter(normal(2, 8, 4)), nn.Parameter(normal(2, 4, 8))
     ungated.act_fn = torch.relu
     with pytest.raises(TargetError, match="could be outputs x inputs or transposed; set is_transposed"):
@@ -345,6 +380,9 @@ def test_half_precision_weights_and_inputs(dtype):
     assert moved.up.U.dtype == torch.float8_e4m3fn
     assert torch.equal(moved.up.sigma, sigma)
     assert torch.equal(moved[2](x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = moved[2](x.float())
+    assert float((mixed - expected).float().norm() / expected.float().norm()) < 0.05
 
 
 def test_large_scales_do_not_overflow_half_precision():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from subspan.cli import app
-from subspan.errors import DataError, TargetError
+from subspan.errors import DataError, NonFinite, TargetError
 from subspan.resize import (
     TileQExperts,
     calibration_batches,
@@ -90,7 +90,9 @@ def learn(model, steps: int) -> None:
 def checkpoint(tmp_path_factory):
     """A Mixtral in shards, per expert as on the hub, with a tokenizer and some text."""
     folder = tmp_path_factory.mktemp("mixtral")
-    model_of("Mixtral").save_pretrained(folder, max_shard_size="60KB")
+    model = model_of("Mixtral")
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(folder, max_shard_size="60KB")
     tokenizer(chat=False).save_pretrained(folder)
     (folder.parent / "text.txt").write_text(" ".join(f"w{i % 37 % 40}" for i in range(400)))
     return folder
@@ -98,6 +100,19 @@ def checkpoint(tmp_path_factory):
 
 def run(*args):
     return CliRunner().invoke(app, ["compress", *map(str, args)])
+
+
+def test_what_cannot_work_leaves_nothing_in_the_way(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="group_size 48 does not divide"):
+        compress_checkpoint(checkpoint, tmp_path / "out", tokens(1), small(group_size=48))
+    assert not (tmp_path / "out").exists()
+    # nor does a run that wrote no layer, whatever inputs it was given
+    inputs = {"inputs_embeds": torch.full((1, 3, 32), torch.nan).bfloat16(), "use_cache": False}
+    with pytest.raises(NonFinite, match="an input of expert"):
+        compress_checkpoint(checkpoint, tmp_path / "out", [inputs], small())
+    assert (tmp_path / "out" / "run.json").is_file()
+    done = compress_checkpoint(checkpoint, tmp_path / "out", None, small(quantizer="rtn", rank=0))
+    assert len(done.layers) == 2
 
 
 def shards(folder):
@@ -161,11 +176,32 @@ def test_a_checkpoint_in_shards_is_compressed_layer_by_layer_to_the_same_bytes(c
         assert torch.equal(loaded(x[0]).logits, model(x[0]).logits)
         generated = loaded.generate(x[0][:1, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape == (1, 8)
+    assert loaded.generation_config.eos_token_id == [2, 7]
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     # a folder that is done is read, not written
     stamp = (tmp_path / "out" / "layer-00000.safetensors").stat().st_mtime_ns
     assert compress_checkpoint(checkpoint, tmp_path / "out", x, small()) == report
     assert (tmp_path / "out" / "layer-00000.safetensors").stat().st_mtime_ns == stamp
+    # one that lost a layer gets it back
+    last = tmp_path / "out" / "layer-00001.safetensors"
+    before = last.read_bytes()
+    last.unlink()  # the loaded model maps the file
+    last.write_bytes(before[:99])
+    with pytest.raises(DataError, match=r"layer-00001.safetensors is torn"):
+        load_compressed(tmp_path / "out")
+    last.unlink()
+    compress_checkpoint(checkpoint, tmp_path / "out", x, small())
+    assert last.read_bytes() == before
+    # what is saved over another compression is whole, and no run goes on with it
+    (tmp_path / "out" / "layer-00007.safetensors").write_bytes(before)
+    save_compressed(loaded, report, tmp_path / "out")
+    assert load_compressed(tmp_path / "out").generation_config.eos_token_id == [2, 7]
+    with pytest.raises(DataError, match="holds no run of this command"):
+        compress_checkpoint(checkpoint, tmp_path / "out", x, small())
+    with pytest.raises(ValueError, match="compressed experts already"):
+        compress_checkpoint(tmp_path / "out", tmp_path / "twice", x, small())
+    with pytest.raises(ValueError, match="the report is of another"):
+        save_compressed(model_of("Mixtral"), report, tmp_path / "wrong")
 
 
 @pytest.mark.slow
@@ -202,14 +238,26 @@ def test_folders_that_are_no_checkpoint_are_refused(checkpoint, tmp_path):
         compress_checkpoint(checkpoint, checkpoint, x, small())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match="not empty and holds no run"):
+    with pytest.raises(DataError, match="no empty folder and holds no run"):
         compress_checkpoint(checkpoint, tmp_path / "mine", x, small())
+    with pytest.raises(DataError, match=r"letter.txt is no empty folder"):
+        compress_checkpoint(checkpoint, tmp_path / "mine" / "letter.txt", x, small())
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
     (tmp_path / "short").mkdir()
     for file in checkpoint.glob("*.json"):
         (tmp_path / "short" / file.name).write_bytes(file.read_bytes())
     with pytest.raises(DataError, match=r"lacks model-00001-of"):
         compress_checkpoint(tmp_path / "short", tmp_path / "out", x, small())
+    (tmp_path / "short" / "model.safetensors.index.json").unlink()
+    tensors = {n: t for file in checkpoint.glob("*.safetensors") for n, t in load_file(file).items()}
+    for lost in ("model.layers.1.input_layernorm.weight", "lm_head.weight"):
+        save_file({n: t for n, t in tensors.items() if n != lost}, tmp_path / "short" / "model.safetensors")
+        with pytest.raises(DataError, match=f"short lacks {lost}"):
+            compress_checkpoint(tmp_path / "short", tmp_path / lost, x, small())
+    whole = (tmp_path / "short" / "model.safetensors").read_bytes()
+    (tmp_path / "short" / "model.safetensors").write_bytes(whole[:-9])
+    with pytest.raises(DataError, match=r"model.safetensors is torn"):
+        compress_checkpoint(tmp_path / "short", tmp_path / "torn", x, small())
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path / "llama")
@@ -230,6 +278,11 @@ def test_calibration_text_is_set_end_to_end(checkpoint, tmp_path):
     (tmp_path / "short.txt").write_text("w1 w2")
     with pytest.raises(DataError, match="less than one window of 64"):
         calibration_batches(checkpoint, tmp_path / "short.txt")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"bytes.txt is not UTF-8 text"):
+        calibration_batches(checkpoint, tmp_path / "bytes.txt")
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+        calibration_batches(tmp_path / "nowhere", text)
     with pytest.raises(DataError, match="no tokenizer loads"):
         calibration_batches(tmp_path, text)
 
@@ -260,6 +313,7 @@ def test_the_command_writes_a_model_and_says_what_it_costs(checkpoint, tmp_path)
         (["--quantizer", "rtn", "--set", "colour=red"], "--set colour=red: give KEY=VALUE; keys are bits, rank"),
         (["--quantizer", "rtn", "--group-size", "48"], "which group_size 48 does not divide"),
         (["--data", "nowhere.txt"], "there is no file nowhere.txt"),
+        (["--data", "nowhere.txt", "--length", "0"], "length and batch must be at least 1, got 128, 0 and 8"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_sentence_and_status_2(checkpoint, tmp_path, args, message):

@@ -4,13 +4,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from subspan.errors import DataError, MissingExtra
@@ -19,7 +21,7 @@ from subspan.resize.tileq.config import TileQConfig
 from subspan.resize.tileq.experts import TileQExperts
 from subspan.resize.tileq.report import LayerReport, TileQReport
 from subspan.resize.tileq.sources import activation
-from subspan.resize.tileq.walk import Batch, all_compressed, calibrated_layers, compress_stage, layer_list
+from subspan.resize.tileq.walk import Batch, all_compressed, calibrated_layers, compress_stage, layer_list, prepared
 
 # Beside the model's own configuration: how it was made and how it came out, written last; what a run is about, written
 # first; and the tensors outside the layers.
@@ -27,8 +29,20 @@ _FACTS, _RUN, _REST = "tileq.json", "run.json", "rest.safetensors"
 _COPIED = re.compile(r"(config|generation_config|tokenizer.*|special_tokens.*|added_tokens|vocab|merges|chat_.*)\.\w+$")
 
 
+_SHARDS = "layer-*.safetensors"
+
+
 def _shard(i: int) -> str:
     return f"layer-{i:05d}.safetensors"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise DataError(f"{path} is torn: {error}") from error
 
 
 class Source:
@@ -40,7 +54,7 @@ class Source:
             names = json.loads(index.read_text("utf-8"))["weight_map"]
             self.files = {key: path / file for key, file in names.items()}
         elif single.is_file():
-            with safe_open(single, "pt") as file:
+            with _opened(single) as file:
                 self.files = dict.fromkeys(file.keys(), single)
         else:
             raise DataError(f"{path} holds no model.safetensors (nor an index of shards)")
@@ -57,7 +71,7 @@ class Source:
         keys = [key for key in self.files if wanted(key)]
         tensors: dict[str, Tensor] = {}
         for path in sorted({self.files[key] for key in keys}):
-            with safe_open(path, "pt") as file:
+            with _opened(path) as file:
                 tensors |= {key: file.get_tensor(key) for key in keys if self.files[key] == path}
         mapping = get_model_conversion_mapping(model)  # pyright: ignore[reportArgumentType]
         info, _ = convert_and_load_state_dict_in_model(
@@ -105,6 +119,12 @@ def _write_rest(out: Path, model: nn.Module, name: str) -> None:
     _write(out / _REST, dict({v.data_ptr(): (k, v) for k, v in reversed(rest.items())}.values()))
 
 
+def _clear(out: Path) -> None:
+    """Remove what another compression wrote; its facts first: without them nothing is loaded."""
+    for file in (out / _FACTS, *out.glob(_SHARDS), out / _REST):
+        file.unlink(missing_ok=True)
+
+
 def _write_facts(out: Path, config: TileQConfig, report: TileQReport) -> None:
     write_json(out / _FACTS, {"config": config.to_json(), "report": report.to_json()})
 
@@ -122,8 +142,12 @@ def save_compressed(model: nn.Module, report: TileQReport, path: str | Path) -> 
     out = Path(path)
     if not report.layers:
         raise ValueError("the report is empty; compress the model first")
-    modules = {layer.name: model.get_submodule(layer.name) for layer in report.layers}
-    config = next(m.config for m in modules.values() if isinstance(m, TileQExperts))
+    modules = dict(model.named_modules())
+    config = getattr(modules.get(report.layers[0].name), "config", None)
+    if not isinstance(config, TileQConfig):
+        raise ValueError(f"{report.layers[0].name} is not compressed in this model; the report is of another")
+    _clear(out)
+    (out / _RUN).unlink(missing_ok=True)
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     name = next(n for n in lists if report.layers[0].name.startswith(f"{n}."))  # outermost first
     for i in range(len(model.get_submodule(name))):  # pyright: ignore[reportArgumentType]
@@ -131,6 +155,8 @@ def save_compressed(model: nn.Module, report: TileQReport, path: str | Path) -> 
         _write_layer(out, model, name, i, reports)
     _write_rest(out, model, name)
     model.config.save_pretrained(out)  # pyright: ignore[reportCallIssue]
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.save_pretrained(out)
     _write_facts(out, config, report)
 
 
@@ -146,9 +172,19 @@ def _place_empty(model: nn.Module, layers: Sequence[LayerReport], config: TileQC
 
 
 def _fill(model: nn.Module, path: Path) -> None:
-    unexpected = model.load_state_dict(load_file(path), strict=False, assign=True).unexpected_keys
+    with _opened(path) as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise DataError(f"{path} holds tensors that {type(model).__name__} lacks: {', '.join(unexpected[:5])}")
+
+
+def _check_filled(path: Path, model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Raise ``DataError`` where tensors of these names are empty still."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, t in tensors if t.is_meta and wanted(name)]
+    if empty:
+        raise DataError(f"{path} lacks {', '.join(empty[:5])}{' and more' * (len(empty) > 5)}")
 
 
 def load_report(path: str | Path) -> tuple[TileQConfig, TileQReport]:
@@ -174,13 +210,15 @@ def load_compressed(path: str | Path) -> nn.Module:
     folder = Path(path)
     config, report = load_report(folder)
     model = skeleton(folder)
+    from transformers import GenerationConfig
+
     _place_empty(model, report.layers, config)
     for file in sorted(folder.glob("*.safetensors")):
         _fill(model, file)
     model.tie_weights()  # pyright: ignore[reportCallIssue]
-    empty = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    if empty:
-        raise DataError(f"{path} lacks {', '.join(empty[:5])}{' and more' * (len(empty) > 5)}")
+    _check_filled(folder, model)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)  # pyright: ignore[reportArgumentType]
     return model
 
 
@@ -192,7 +230,9 @@ def run_identity(source: Path, batches: Sequence[Batch], config: TileQConfig) ->
     digest = hashlib.sha256()
     for batch in batches:
         for name, t in sorted((dict(batch) if not isinstance(batch, Tensor) else {"": batch}).items()):
-            digest.update(f"{name} {tuple(t.shape)}".encode() + t.cpu().numpy().tobytes())
+            digest.update(f"{name} {tuple(t.shape) if isinstance(t, Tensor) else t}".encode())
+            if isinstance(t, Tensor):
+                digest.update(t.cpu().flatten().view(torch.uint8).numpy().tobytes())
     files = sorted([*source.glob("*.safetensors"), source / "config.json"])
     sizes = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     return {"config": config.to_json(), "calibration": digest.hexdigest(), "source": sizes}
@@ -225,23 +265,25 @@ def compress_checkpoint(
         ValueError: ``out`` is ``source``; the quantizer needs calibration.
         TargetError: as for ``quantize_moe``.
     """
-    source, out, batches = Path(source), Path(out), list(batches or [])
+    source, out = Path(source), Path(out)
     config = TileQConfig() if config is None else config
     if out.resolve() == source.resolve():
         raise ValueError(f"{out} holds the original; give another folder")
-    if config.calibrated and not batches:
-        raise ValueError(f"the quantizer {config.quantizer!r} needs calibration batches; 'rtn' does without")
+    if (source / _FACTS).is_file():
+        raise ValueError(f"{source} holds compressed experts already")
     model = skeleton(source)
+    batches = prepared(model, batches, config)
     name, layers = layer_list(model)
     tensors = Source(source)
     _begin(out, json.loads(json.dumps(run_identity(source, batches, config))), fresh)
-    if (out / _FACTS).is_file():
+    if (out / _FACTS).is_file() and all((out / _shard(i)).is_file() for i in range(len(layers))):
         return load_report(out)[1]
     for file in source.iterdir():
         if _COPIED.match(file.name):
             shutil.copyfile(file, out / file.name)
     tensors.load(model, lambda key: not _in_layers(key, name))
     model.tie_weights()  # pyright: ignore[reportCallIssue]
+    _check_filled(source, model, lambda key: not _in_layers(key, name))
     _write_rest(out, model, name)
     report, new = TileQReport(), []
 
@@ -249,8 +291,9 @@ def compress_checkpoint(
         new.clear()
         if not (out / _shard(i)).is_file():
             tensors.load(model, lambda key: _in_layers(key, f"{name}.{i}"))
+            _check_filled(source, model, lambda key: _in_layers(key, f"{name}.{i}"))
             return
-        with safe_open(out / _shard(i), "pt") as file:
+        with _opened(out / _shard(i)) as file:
             known = [LayerReport.from_json(r) for r in json.loads(file.metadata()["report"])]
         _place_empty(model, known, config)
         _fill(model, out / _shard(i))
@@ -280,13 +323,12 @@ def _begin(out: Path, identity: dict[str, Any], fresh: bool) -> None:
     known = json.loads((out / _RUN).read_text("utf-8")) if (out / _RUN).is_file() else None
     if known == identity and not fresh:
         return
-    ours = [*out.glob("layer-*.safetensors"), *(out / n for n in (_REST, _FACTS, _RUN) if (out / n).is_file())]
-    if known is not None and not fresh:
+    if known is not None and not fresh and any(out.glob(_SHARDS)):
         raise DataError(
-            f"{out} holds a run with another model, calibration or configuration; give another folder, or start over"
+            f"{out} holds a run with another model, calibration or configuration; give another folder, or start over "
+            "with --fresh (fresh=True)"
         )
-    if known is None and out.is_dir() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty and holds no run of this command; give another folder")
-    for file in ours:
-        file.unlink()
+    if known is None and out.exists() and (out.is_file() or any(out.iterdir())):
+        raise DataError(f"{out} is no empty folder and holds no run of this command; give another folder")
+    _clear(out)
     write_json(out / _RUN, identity)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 Quantizer = Literal["gptq", "gptvq", "diag", "rtn"]
@@ -74,7 +75,10 @@ class TileQConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        kinds = {int: Integral, float: Real, bool: bool}
         for name, field in self.__dataclass_fields__.items():
+            if field.type in kinds and not isinstance(getattr(self, name), kinds[field.type]):
+                raise ValueError(f"{name} must be of type {field.type.__name__}, got {getattr(self, name)!r}")
             known = get_args(field.type)
             if known and all(isinstance(k, str) for k in known) and getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
@@ -84,7 +88,11 @@ class TileQConfig:
             raise ValueError(f"rank must be at least 1 (or 0 for no correction), got {self.rank}")
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        if isinstance(self.grid, str) and self.grid not in ("auto", "square"):
+        if self.grid not in ("auto", "square") and not (
+            isinstance(self.grid, tuple)
+            and len(self.grid) == 2
+            and all(isinstance(n, int) and n > 0 for n in self.grid)
+        ):
             raise ValueError(f"grid must be 'auto', 'square' or (rows, columns), got {self.grid!r}")
         if (n := self.rotation_block) < 1 or n & (n - 1):
             raise ValueError(f"rotation_block must be a power of two, got {n}")
@@ -95,6 +103,10 @@ class TileQConfig:
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if not self.scale_ratio_max > 1:
             raise ValueError(f"scale_ratio_max must exceed 1, got {self.scale_ratio_max}")
+        if not self.outlier_limit > 0:
+            raise ValueError(f"outlier_limit must be positive, got {self.outlier_limit}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2^32), got {self.seed}")
 
     @property
     def calibrated(self) -> bool:
@@ -115,4 +127,4 @@ class TileQConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TileQConfig":
         grid = values.get("grid", "auto")
-        return cls(**{**values, "grid": grid if isinstance(grid, str) else tuple(grid)})
+        return cls(**{**values, "grid": tuple(grid) if isinstance(grid, list) else grid})

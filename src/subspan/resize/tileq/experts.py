@@ -124,9 +124,9 @@ class TileQLinear(nn.Module):
             rows = x[token] if x.ndim == 2 else x[token, place]
             y = self.rotated(e, rows) @ self.residual(e, x.dtype).mT
             if weights is None:
-                out[token, place] = y
+                out[token, place] = y.to(out.dtype)  # autocast multiplies in another one
             else:
-                out.index_add_(0, token, y * weights[token, place].unsqueeze(-1).to(y.dtype))
+                out.index_add_(0, token, y.to(out.dtype) * weights[token, place].unsqueeze(-1).to(out.dtype))
         factors = self.factors()
         return out if factors is None else (out + lowrank_moe(x, chosen, weights, factors, path)).to(x.dtype)
 

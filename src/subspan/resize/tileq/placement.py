@@ -23,7 +23,7 @@ def grid_shape(experts: int, p: int, q: int, wanted: object = "auto") -> Grid:
     if wanted == "auto":
         return min(((m, math.ceil(experts / m)) for m in range(1, experts + 1)), key=lambda g: (g[0] * p + g[1] * q, g))
     assert isinstance(wanted, tuple)
-    if math.prod(wanted) < experts or min(wanted) < 1:
+    if math.prod(wanted) < experts:
         raise ValueError(f"a grid of {wanted[0]} x {wanted[1]} has no room for {experts} experts")
     return wanted
 

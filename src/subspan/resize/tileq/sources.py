@@ -1,6 +1,7 @@
 """Experts as models hold them, fused or in a list, read as one stack of matrices for each projection."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,9 @@ class Experts:
 
 
 def is_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module is the routed experts of a layer, by its name or its class's."""
-    named = name.rsplit(".", 1)[-1] == "experts" or type(module).__name__.endswith("Experts")
+    """Whether a module is the routed experts of a layer, by its name or its class's; shared ones are not."""
+    kind = type(module).__name__
+    named = name.rsplit(".", 1)[-1] == "experts" or (kind.endswith("Experts") and "Shared" not in kind)
     return named and next(module.parameters(), None) is not None
 
 
@@ -55,6 +57,16 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def expert_weights(name: str, module: nn.Module) -> dict[str, Tensor | Sequence[Tensor]]:
+    """One matrix (out x in) for each expert, by projection, as the module holds them; also on the meta device.
+
+    Raises:
+        TargetError: of a kind that is not known, named.
+        ValueError: experts of different shapes.
+    """
+    return _listed(name, module) if isinstance(module, nn.ModuleList) else _fused(name, module)
+
+
 def read_experts(name: str, module: nn.Module) -> Experts:
     """The weights of one layer's experts.
 
@@ -63,9 +75,10 @@ def read_experts(name: str, module: nn.Module) -> Experts:
         NonFinite: an expert has weights that are not finite.
         ValueError: experts of different shapes.
     """
-    weights = _listed(name, module) if isinstance(module, nn.ModuleList) else _fused(name, module)
-    if any(w.is_meta for w in weights.values()):
+    held = expert_weights(name, module)
+    if any(w.is_meta for ws in held.values() for w in ws):
         raise TargetError(f"{name} is on the meta device: load its weights first")
+    weights = {role: ws if isinstance(ws, Tensor) else torch.stack(list(ws)) for role, ws in held.items()}
     for projection, w in weights.items():
         finite = torch.isfinite(w).flatten(1).all(1)
         if not bool(finite.all()):
@@ -83,7 +96,7 @@ def activation(name: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
     return act
 
 
-def _listed(name: str, experts: nn.ModuleList) -> dict[str, Tensor]:
+def _listed(name: str, experts: nn.ModuleList) -> dict[str, Tensor | Sequence[Tensor]]:
     for names in _NAMES:
         layers: list[list[Any]] = [[getattr(expert, n, None) for n in names] for expert in experts]
         if not all(isinstance(layer, nn.Linear) and layer.bias is None for row in layers for layer in row):
@@ -94,19 +107,23 @@ def _listed(name: str, experts: nn.ModuleList) -> dict[str, Tensor]:
                 raise ValueError(
                     f"{name}: experts differ in the shape of {role}: {sorted({tuple(w.shape) for w in ws})}"
                 )
-        return {role: torch.stack(ws) for role, ws in weights.items()}
+        return {**weights}
     known = " or ".join(", ".join(names) for names in _NAMES)
     raise TargetError(f"{name}: a list of {type(experts[0]).__name__} without linear layers {known} (and no bias)")
 
 
-def _fused(name: str, module: nn.Module) -> dict[str, Tensor]:
+def _fused(name: str, module: nn.Module) -> dict[str, Tensor | Sequence[Tensor]]:
     """From 3-D parameters, gate and up in one or up alone, outputs x inputs or transposed."""
     kind = type(module).__name__
     params = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
     gated = "gate_up_proj" in params
     first, down = params.get("gate_up_proj" if gated else "up_proj"), params.get("down_proj")
     reasons = {
-        "no 3-D gate_up_proj (or up_proj) and down_proj": first is None or down is None or first.ndim != 3,
+        "no 3-D gate_up_proj (or up_proj) and down_proj": first is None
+        or down is None
+        or not first.ndim == down.ndim == 3,
+        "experts without weights": first is not None and down is not None and len(first) != len(down),
+        "a forward without top_k_index": "top_k_index" not in inspect.signature(module.forward).parameters,
         "biases": getattr(module, "has_bias", False) or any(n.endswith("bias") for n in params),
         "interleaved gate and up": not getattr(module, "is_concatenated", True),
         "a norm after each expert": getattr(module, "has_post_expert_norm", False),

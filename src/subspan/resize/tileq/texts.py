@@ -19,7 +19,10 @@ def calibration_texts(source: str | os.PathLike[str], column: str = "text") -> I
         path = Path(name).expanduser()
         if not path.is_file():
             raise DataError(f"there is no file {path}")
-        return [path.read_text("utf-8")]
+        try:
+            return [path.read_text("utf-8")]
+        except UnicodeDecodeError:
+            raise DataError(f"{path} is not UTF-8 text") from None
     return pick_columns(load_text(name), text=column)["text"]
 
 
@@ -44,7 +47,12 @@ def calibration_batches(
 
     Raises:
         DataError: no tokenizer, no such data, or less text than one window.
+        ValueError: samples, length or batch below 1.
     """
+    if min(samples, length, batch) < 1:
+        raise ValueError(f"samples, length and batch must be at least 1, got {samples}, {length} and {batch}")
+    if not Path(model).is_dir():
+        raise DataError(f"there is no folder {os.fspath(model)}")
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = load_pretrained(AutoTokenizer, os.fspath(model), "tokenizer")
@@ -57,5 +65,8 @@ def calibration_batches(
     )
     ids = list(itertools.islice(stream, samples * length))
     if len(ids) < length:
-        raise DataError(f"{os.fspath(source)} holds {len(ids)} tokens, less than one window of {length}")
+        raise DataError(
+            f"{os.fspath(source)} holds {len(ids)} tokens, less than one window of {length}; "
+            "give more, or a smaller length"
+        )
     return list(torch.tensor(ids[: len(ids) // length * length]).view(-1, length).split(batch))

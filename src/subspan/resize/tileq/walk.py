@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from subspan.errors import TargetError
 from subspan.resize.tileq.config import TileQConfig
 from subspan.resize.tileq.experts import TileQExperts
+from subspan.resize.tileq.layout import layout
 from subspan.resize.tileq.moments import Moments, Recorder, recording
 from subspan.resize.tileq.report import LayerReport, TileQReport
-from subspan.resize.tileq.sources import Experts, find_experts, read_experts
+from subspan.resize.tileq.sources import Experts, activation, expert_weights, find_experts, read_experts
 from subspan.surgery import replace_modules
 
 Batch = Tensor | Mapping[str, Any]
@@ -56,6 +57,25 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, model.get_submodule(name)  # pyright: ignore[reportReturnType]
 
 
+def prepared(model: nn.Module, batches: Sequence[Batch] | None, config: TileQConfig) -> list[Batch]:
+    """The batches as a list, once it is certain that ``config`` fits them and all experts of the model.
+
+    So that nothing is changed or written before what can be known is known. Raises as ``quantize_moe`` does.
+    """
+    layer_list(model)
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError("batches must be a list; put the single one into a list")
+    batches = list(batches or [])
+    if config.calibrated and not batches:
+        raise ValueError(f"the quantizer {config.quantizer!r} needs calibration batches; 'rtn' does without")
+    for name, module in find_experts(model).items():
+        for projection, weights in expert_weights(name, module).items():
+            q, p = weights[0].shape
+            layout(projection, len(weights), q, p, config)
+        activation(name, module)
+    return batches
+
+
 @torch.no_grad()
 def layer_calls(
     model: nn.Module, layers: nn.ModuleList, batches: Sequence[Batch]
@@ -85,7 +105,7 @@ def layer_calls(
                 if isinstance(batch, Tensor):
                     model(batch, **options)
                 else:
-                    model(**batch, **options)
+                    model(**{**batch, **options})
             except _Reached:
                 pass
     finally:
@@ -171,12 +191,11 @@ def quantize_moe(
         NonFinite: a weight or an input is not finite.
     """
     config = TileQConfig() if config is None else config
-    if config.calibrated and not batches:
-        raise ValueError(f"the quantizer {config.quantizer!r} needs calibration batches; 'rtn' does without")
+    batches = prepared(model, batches, config)
     report, training = TileQReport(), model.training
     model.eval()
     try:
-        for stage in calibrated_layers(model, batches or [], config):
+        for stage in calibrated_layers(model, batches, config):
             report.layers.append(compress_stage(stage, model, config))
             progress(report.layers[-1])
     finally:
