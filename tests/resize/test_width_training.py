@@ -275,6 +275,9 @@ class TestMonitor:
         assert TrapMonitor(big, thresholds=(0.9, 0.95)).start  # thresholds are the caller's
         monitor.thresholds = (0.9, 0.95)
         assert monitor.verdict() == "trapped"
+        monitor.max_matrices = 5
+        monitor.record(400)
+        assert 1 < sum("effective_rank" in line for line in monitor.table()) <= 5
         # The verdict is the median's: five of twelve matrices have left, and their mean is no longer small.
         monitor.thresholds = (0.1, 0.5)
         with torch.no_grad():

@@ -19,7 +19,6 @@ from subspan.resize.width.axes import (
     count,
     find_rule,
     gauge,
-    head_dim,
     seed_for,
 )
 from subspan.resize.width.families import family_of
@@ -91,8 +90,6 @@ class Plan:
         """The configuration of the wide network, or of the seed."""
         read = self.sizes.config
         config: Any = copy.deepcopy(read)
-        if getattr(config, "head_dim", False) is None:
-            config.head_dim = head_dim(read)
         for kind, attribute in self.family.counts.items():
             setattr(config, attribute, self.new_size(kind, count(read, kind, attribute), wide))
         if self.untie:
