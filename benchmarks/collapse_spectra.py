@@ -44,7 +44,7 @@ class PlainGGN(LinearOperator):
         direction = torch.from_numpy(v.astype(np.float32).reshape(self.weight.shape))
         _, moved = jvp(self.f, (self.weight,), (direction,))
         _, pull = vjp(self.f, self.weight)
-        return pull(moved)[0].flatten().numpy() / N
+        return pull(moved)[0].detach().flatten().numpy() / N
 
 
 def krylov_peer(model: nn.Module, x: Tensor, y: Tensor):
