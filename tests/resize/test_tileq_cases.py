@@ -23,6 +23,7 @@ from subspan.resize import (
     read_experts,
     tile_factorize,
 )
+from subspan.resize.tileq.factors import encode
 from subspan.resize.tileq.moments import Recorder, recording
 from subspan.resize.tileq.packing import pack, packed_length, unpack
 from subspan.resize.tileq.placement import greedy_cells, grid_shape, hungarian_cells, index_order
@@ -144,8 +145,9 @@ def test_sizes_that_do_not_fit_are_refused():
         tile_factorize(w, s, index_order(4, (2, 2)), (2, 2), 0)
     with pytest.raises(ValueError, match="2 x 1 has no room for 4 experts"):
         tile_factorize(w, s, index_order(4, (2, 2)), (2, 1), 2)
-    with pytest.raises(ValueError, match="4 different places on a grid of 2 x 2"):
-        tile_factorize(w, s, torch.zeros(4, 2, dtype=torch.long), (2, 2), 2)
+    for cells in (torch.zeros(4, 2, dtype=torch.long), index_order(4, (2, 2)) + 1):
+        with pytest.raises(ValueError, match="4 different places on a grid of 2 x 2"):
+            tile_factorize(w, s, cells, (2, 2), 2)
     with pytest.raises(ValueError, match="1 x 3 has no room for 4"):
         bit_budget(4, 64, 64, small(grid=(1, 3)))
     with pytest.raises(ValueError, match="up has 48 inputs, which group_size 32 does not divide; 48, 24, 16 do"):
@@ -444,6 +446,16 @@ def test_the_same_seed_gives_the_same_bytes_and_best_is_never_worse_than_index_o
 
 
 # ---- parts
+
+
+def test_stored_factors_use_the_range_of_their_type():
+    x = torch.logspace(-3, 0, 50).expand(3, -1).T.contiguous() * torch.tensor([1e-3, 1.0, 7.0])  # a scale a column
+    for dtype, precision in ((torch.float8_e4m3fn, 1 / 16), (torch.float8_e5m2, 1 / 8)):
+        codes, c = encode(x, (0,), dtype)
+        assert float((codes.float() / c / x - 1).abs().max()) <= precision  # half a step: nothing is subnormal
+    codes, c = encode(x, (0,), torch.int8)
+    assert codes.amax(0).tolist() == [127] * 3
+    assert float((codes / c - x).abs().max() / x.max()) <= 0.5 / 127 + 1e-6
 
 
 def test_grids():

@@ -63,8 +63,8 @@ def test_t1_the_exponent_falls_until_the_scales_are_tame():
     assert s.max() / s.min() == pytest.approx(1e9**0.5)
     # one dead channel neither decides nor is decided upon
     with_dead, alive = (
-        activation_scale(torch.tensor([0.0, 1.0, 4.0]), 1.0),
-        activation_scale(torch.tensor([1.0, 4.0]), 1.0),
+        activation_scale(torch.tensor([0.0, 2.0, 8.0]), 1.0),
+        activation_scale(torch.tensor([2.0, 8.0]), 1.0),
     )
     torch.testing.assert_close(with_dead, alive[[0, 0, 1]])
     assert activation_scale(torch.zeros(3)).tolist() == [1.0] * 3
@@ -120,6 +120,16 @@ def test_t3_a_planted_grid_is_recovered_exactly(solver):
             assert torch.equal(
                 cells[:, None, side] == cells[None, :, side], found[:, None, side] == found[None, :, side]
             )
+
+
+def test_t3_rank_by_rank_later_vectors_repair_the_rounding_of_earlier_ones():
+    w, s = problem(6, 24, 16)
+    cells, kind, errors = index_order(6, (2, 3)), torch.float8_e5m2, []
+    for storage in (kind, None):
+        generator = torch.Generator().manual_seed(0)
+        factors = tile_factorize(w, s, cells, (2, 3), 12, solver="r1svd", storage=storage, generator=generator)
+        errors.append(float(weighted_errors(w, s, factors.stored(kind, torch.float64).working()).sum()))
+    assert errors[0] < 0.998 * errors[1]
 
 
 def test_t4_numbering_of_grid_rows_and_columns_does_not_matter():

@@ -100,17 +100,26 @@ class TileFactors:
     cells: Int[Tensor, "k 2"]
     kept: Bool[Tensor, " k"]
 
-    @property
+    # What the fused path needs at every call, made at the first: of one token, each look at a tensor's shape counts.
+
+    @cached_property
     def grid(self) -> Grid:
         return len(self.U), len(self.V)
 
-    # What the fused path multiplies with, made at the first call.
+    @cached_property
+    def rank(self) -> int:
+        return len(self.sigma)
+
+    @cached_property
+    def one_scale(self) -> bool:
+        """Whether all experts share one scale of the inputs."""
+        return len(self.inverse_scales) == 1
 
     @cached_property
     def wide(self) -> Float[Tensor, "p mr"]:
         """The input factors of all grid rows side by side; a scale that all experts share is folded in."""
         wide = self.U.transpose(0, 1).flatten(1)
-        return self.inverse_scales[0].unsqueeze(1) * wide if len(self.inverse_scales) == 1 else wide.contiguous()
+        return self.inverse_scales[0].unsqueeze(1) * wide if self.one_scale else wide.contiguous()
 
     @cached_property
     def deep(self) -> Float[Tensor, "nr q"]:

@@ -34,6 +34,7 @@ class Fit:
         placement: the kind that was kept.
         placement_errors: weighted error of the factors, relative, by kind of placement.
         output_error: of the compressed projection on the calibration inputs, relative to its output; None without.
+            With "rtn" and "diag" as if channels were uncorrelated: they collect the Hessian's diagonal only.
         dropped: experts whose correction was an outlier.
         bits: per weight, by term.
         nbytes: of all that is stored.

@@ -39,10 +39,10 @@ def lowrank_moe(
         each = _one_by_one(x, chosen, factors)
         return each if weights is None else (weights.to(dtype).unsqueeze(-1) * each).sum(1)
     t, k = chosen.shape
-    (m, n), rank = factors.grid, len(factors.sigma)
-    if x.ndim == 2 and len(factors.inverse_scales) > 1:
+    (m, n), rank = factors.grid, factors.rank
+    if x.ndim == 2 and not factors.one_scale:
         x = x.unsqueeze(1).expand(t, k, -1)
-    few = x.shape[:-1].numel() * m <= _FEW
+    few = (t if x.ndim == 2 else t * k) * m <= _FEW
     if path == "auto":
         path = "dense" if few or (x.ndim == 2 and m <= 2 * k) else "grouped"
     if weights is None:
@@ -56,7 +56,7 @@ def lowrank_moe(
     # In rank space the experts of a grid column add up before its V is read.
     weights = _kept(weights.to(dtype), chosen, factors)
     if path == "dense" and x.ndim == 2:
-        mix = x.new_zeros(t, n * m).scatter_add_(1, factors.places[chosen], weights)
+        mix = x.new_zeros(t, n * m).scatter_add_(1, factors.places.take(chosen), weights)
         mixed = torch.bmm(mix.view(t, n, m), (x @ factors.wide).view(t, m, rank))
     else:
         z = weights.unsqueeze(-1) * _projected(x, chosen, factors, path)
@@ -75,14 +75,13 @@ def _kept(values: Tensor, chosen: Tensor, factors: TileFactors) -> Tensor:
 def _projected(x: Tensor, chosen: Tensor, factors: TileFactors, path: Path) -> Tensor:
     """(a_e x) U of each token's experts, t x k x R."""
     (t, k), (m, p, rank) = chosen.shape, factors.U.shape
-    one_scale = len(factors.inverse_scales) == 1
     rows = factors.cells[:, 0][chosen]
-    if not one_scale:
+    if not factors.one_scale:
         x = x * factors.inverse_scales[factors.groups[chosen]]
     if path == "dense":
         every = (x @ factors.wide).view(t, 1 if x.ndim == 2 else k, m, rank).expand(t, k, m, rank)
         return every.gather(2, rows.view(t, k, 1, 1).expand(t, k, 1, rank)).squeeze(2)
-    x = x * factors.inverse_scales[0] if one_scale else x
+    x = x * factors.inverse_scales[0] if factors.one_scale else x
     pairs = x.unsqueeze(1).expand(t, k, p) if x.ndim == 2 else x
     return _by_group(pairs.reshape(-1, p), rows.flatten(), factors.U).view(t, k, rank)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from subspan.errors import NonFinite
 from subspan.resize.tileq.config import Unrouted
-from subspan.resize.tileq.scales import pooled
 from subspan.resize.tileq.sources import Experts, routed
 
 # Tokens of the layer that are kept to be sent through experts that the router never chose.
@@ -38,8 +37,8 @@ class Moments:
 
     @property
     def unseen(self) -> Tensor:
-        """Experts that no token, or none but zeros, reached."""
-        return (self.count == 0) | ~(self.diagonal > 0).any(-1)
+        """Experts whose Hessian is zero: no token, or none but zeros, reached them."""
+        return ~(self.diagonal > 0).any(-1)
 
     @classmethod
     def of(cls, inputs: Sequence[Float[Tensor, "n p"]], *, full: bool = True) -> "Moments":
@@ -67,8 +66,8 @@ class Moments:
             else torch.eye(self.hessian.shape[-1]).to(self.hessian)
         )
         if policy != "identity" and not bool(unseen.all()):
-            counts = torch.where(unseen, 0, self.count)
-            like = pooled(self.hessian, counts, torch.zeros_like(counts), 1)[0]
+            counts = torch.where(unseen, 0, self.count).to(self.hessian.dtype)
+            like = torch.tensordot(counts / counts.sum(), self.hessian, 1)
         hessian = self.hessian.clone()
         hessian[unseen] = like
         return replace(self, hessian=hessian)

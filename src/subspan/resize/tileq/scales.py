@@ -38,11 +38,9 @@ def _exponents(first: float) -> list[float]:
 
 
 def pooled(
-    values: Float[Tensor, "k *s"], counts: Int[Tensor, " k"], groups: Int[Tensor, " k"], size: int
-) -> Float[Tensor, "g *s"]:
+    values: Float[Tensor, "k p"], counts: Int[Tensor, " k"], groups: Int[Tensor, " k"], size: int
+) -> Float[Tensor, "g p"]:
     """Mean over the experts of each of ``size`` groups, weighted by the tokens each saw; zero where none saw any."""
-    weights = counts.to(values.dtype)
-    weighted = values * weights.view(-1, *(1,) * (values.ndim - 1))
-    total = values.new_zeros(size, *values.shape[1:]).index_add_(0, groups, weighted)
-    seen = weights.new_zeros(size).index_add_(0, groups, weights).clamp(min=1)  # an empty group's sum is zero
-    return total / seen.view(-1, *(1,) * (values.ndim - 1))
+    weights = counts.to(values.dtype).unsqueeze(1)
+    total = values.new_zeros(size, values.shape[1]).index_add_(0, groups, weights * values)
+    return total / values.new_zeros(size, 1).index_add_(0, groups, weights).clamp(min=1)  # an empty group's sum is zero

@@ -96,6 +96,7 @@ def layer_calls(
             raise _Reached
         return x
 
+    own = [vars(layer).get("forward") for layer in layers]  # a hook of accelerate's, perhaps
     for layer in layers:
         layer.forward = stub
     try:
@@ -109,8 +110,10 @@ def layer_calls(
             except _Reached:
                 pass
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, own, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
     return hidden, calls
 
 
@@ -178,8 +181,9 @@ def quantize_moe(
 
     Args:
         model: a decoder of transformers with mixture-of-experts layers, or one built alike.
-        batches: calibration inputs: token ids, or keyword arguments of the model; None with "rtn" only.
-        config: how; the defaults are those of the paper.
+        batches: calibration inputs: token ids, or keyword arguments of the model, without padding (every position
+            counts); None with "rtn" only.
+        config: how.
         progress: is called after each layer.
 
     Returns:
