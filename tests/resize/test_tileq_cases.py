@@ -473,6 +473,10 @@ def test_greedy_takes_the_nearest_free_cell_and_the_best_assignment_is_no_worse(
     rows, columns = np.array([0, 0, 0, 2]), np.array([0, 0, 0, 2])
     # (0, 0) is taken: (0, 1) and (1, 0) are as near, the smaller row wins
     assert greedy_cells(rows, columns, (3, 3)).tolist() == [[0, 0], [0, 1], [1, 0], [2, 2]]
+    everyone = [(i, j) for i in range(4) for j in range(4)]
+    wanted = np.zeros(16, dtype=np.int64)
+    nearest = sorted(everyone, key=lambda cell: (sum(cell), max(cell), *cell))
+    assert list(map(tuple, greedy_cells(wanted, wanted, (4, 4)).tolist())) == nearest
     rng = np.random.default_rng(0)
     for _ in range(5):
         a, b = rng.normal(size=(9, 3)), rng.normal(size=(9, 3))

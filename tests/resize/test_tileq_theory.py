@@ -23,8 +23,8 @@ from subspan.resize import (
 )
 from subspan.resize.tileq.factors import TiledMatrix, weighted_errors
 from subspan.resize.tileq.layout import layout
-from subspan.resize.tileq.placement import index_order
-from subspan.resize.tileq.quantizers import gptq, gptvq, round_to_nearest
+from subspan.resize.tileq.placement import _projector_embedding, index_order
+from subspan.resize.tileq.quantizers import SHRINK, fit_codebook, fit_levels, gptq, gptvq, round_to_nearest
 from subspan.resize.tileq.rotation import block_length, importance, rotate, rotate_back, rotate_hessian
 from tests.resize.tileq_problems import inputs, moments_of, normal, small, some_experts
 
@@ -115,9 +115,10 @@ def test_t3_a_planted_grid_is_recovered_exactly(solver):
     assert float((corrections(factors) - w).norm() / w.norm()) < tight
     if solver != "r1svd":
         shared = s[:1].expand(9, -1)
-        found = place_experts(w * s.unsqueeze(1) / shared.unsqueeze(1), shared, (3, 3), 6)
-        for side in (0, 1):  # the same partition, whatever its labels
-            assert torch.equal(
+        same = w * s.unsqueeze(1) / shared.unsqueeze(1)
+        for assignment, side in itertools.product(("greedy", "hungarian"), (0, 1)):
+            found = place_experts(same, shared, (3, 3), 6, assignment=assignment)
+            assert torch.equal(  # the same partition, whatever its labels
                 cells[:, None, side] == cells[None, :, side], found[:, None, side] == found[None, :, side]
             )
 
@@ -295,6 +296,8 @@ def test_t10_the_kernel_of_projectors_knows_subspaces_only(seed):
     assert float(kernel[0, 0]) == pytest.approx(1, abs=1e-10)
     assert float(kernel[0, 4]) == pytest.approx(0, abs=1e-10)
     assert torch.linalg.eigvalsh(kernel).min() > -1e-10
+    rows = torch.from_numpy(_projector_embedding(torch.stack([*q, other])))
+    torch.testing.assert_close(rows @ rows.mT, kernel)
 
 
 # ---- quantizers
@@ -308,14 +311,86 @@ def test_t11_gptq_beats_rounding_on_average_and_equals_it_for_a_diagonal_hessian
     x = normal(20, 60, 16) @ normal(16, 16, seed=3)  # correlated channels
     w, h = normal(20, 8, 16, seed=1), x.mT @ x
     losses = [
-        hessian_loss(w - found.decode(w.dtype), h).mean()
-        for found in (gptq(w, h, 3, 16), round_to_nearest(w, 3, 16), gptvq(w, h, 2, 4))
+        hessian_loss(w - found.decode(w.dtype), h).mean() for found in (gptq(w, h, 3, 16), round_to_nearest(w, 3, 16))
     ]
     assert losses[0] < 0.8 * losses[1]
     diagonal = torch.diag_embed(torch.rand(20, 16, generator=torch.Generator().manual_seed(0)).double() + 0.1)
     for group in (16, 4):
         a, b = gptq(w, diagonal, 3, group), round_to_nearest(w, 3, group)
         torch.testing.assert_close(a.decode(w.dtype), b.decode(w.dtype), rtol=1e-6, atol=1e-9)
+
+
+def by_least_squares(w, h, step, quantize):
+    """The sweep from its definition: as columns are fixed, all others go where tr(E H Eᵀ) is least."""
+    h = h + 0.01 * h.diagonal().mean() * torch.eye(len(h), dtype=h.dtype)
+    free, found = w.clone(), torch.zeros_like(w)
+    for j in range(0, w.shape[1], step):
+        done, rest = slice(0, j + step), slice(j + step, None)
+        to_come = torch.linalg.inv(h[rest, rest])
+        # what the columns cost when the rest makes up for them
+        cost = h[j:, j:][:step, :step] - h[j : j + step, rest] @ to_come @ h[rest, j : j + step]
+        found[:, j : j + step] = quantize(j, free[:, j:], cost)
+        free[:, rest] = w[:, rest] + (w[:, done] - found[:, done]) @ h[done, rest] @ to_come
+    return found
+
+
+def test_t11_the_sweeps_are_what_least_squares_makes_of_every_step():
+    x = normal(40, 16) @ normal(16, 16, seed=3)
+    w, h = normal(8, 16, seed=1), x.mT @ x / 20
+    levels = []
+
+    def rounded(j, free, _):
+        if j % 4 == 0:
+            levels.append(fit_levels(free[:, :4], 3))
+        return levels[-1].decode(levels[-1].encode(free[:, :1], 3), w.dtype)
+
+    expected = by_least_squares(w, h, 1, rounded)
+    torch.testing.assert_close(gptq(w[None], h[None], 3, 4).decode(w.dtype)[0], expected)
+
+    codes = gptvq(w[None], h[None], 2, 4)
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(16, dtype=h.dtype)
+    costs = torch.stack([1 / torch.linalg.inv(damped[j:, j:])[0, 0] for j in range(16)])  # of a column's error
+    book, _ = fit_codebook(w.view(-1, 4), costs.view(4, 4).repeat(8, 1), 256)
+    assert torch.equal(codes.codebook[0, 0, 0], book)
+    entries = codes.codebook[0, 0, 0].double() * codes.scale[0, 0, 0].double()
+
+    def nearest(j, free, cost):
+        off = free[:, None, :4] - entries
+        return entries[((off @ cost) * off).sum(-1).argmin(1)]
+
+    torch.testing.assert_close(codes.decode(w.dtype)[0], by_least_squares(w, h, 4, nearest))
+
+
+def test_t11_codebooks_are_fitted_where_errors_cost_most():
+    v = normal(4000, 2)
+    weights = torch.where(v[:, :1] > 0, 9.0, 1.0).double() * torch.tensor([4.0, 1.0]).double()
+    book, scale = fit_codebook(v, weights, 16)
+    plain, unit = fit_codebook(v, torch.ones_like(v), 16)
+
+    def costs(entries):
+        return (weights[:, None] * (v[:, None] - entries).square()).sum(-1)
+
+    found = costs(book.double() * scale.double())
+    assert found.amin(1).sum() < 0.8 * costs(plain.double() * unit.double()).amin(1).sum()
+    # and there they stay: each is nearly the weighted mean of the vectors that choose it
+    chosen = found.argmin(1)
+    mass = torch.zeros(16, 2).double().index_add_(0, chosen, weights)
+    means = torch.zeros(16, 2).double().index_add_(0, chosen, weights * v) / mass
+    assert costs(means).amin(1).sum() > 0.99 * found.amin(1).sum()
+
+
+def test_levels_span_the_larger_side_and_search_for_what_weighs_most():
+    w = torch.tensor([[-3.0, 1.0], [3.0, -1.0], [1.0, 2.0]])
+    for symmetric in (True, False):
+        levels = fit_levels(w, 4, symmetric=symmetric)
+        off = (levels.decode(levels.encode(w, 4), w.dtype) - w).abs().amax(-1)
+        assert bool((off <= 0.51 * levels.scale.float()).all())
+    w, diagonal = normal(3, 40, 8), torch.exp(2 * normal(3, 8, seed=1))
+    searched, blind = (round_to_nearest(w, 2, 4, shares=SHRINK, diagonal=d).decode(w.dtype) for d in (diagonal, None))
+    plain = round_to_nearest(w, 2, 4).decode(w.dtype)
+    weighted = [((w - found).square() * diagonal.unsqueeze(1)).sum() for found in (searched, blind, plain)]
+    assert weighted[0] < 0.9 * weighted[1]
+    assert (w - blind).norm() < 0.95 * (w - plain).norm()
 
 
 @pytest.mark.parametrize("quantizer", ["gptq", "diag", "rtn"])
