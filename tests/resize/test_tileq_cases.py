@@ -338,6 +338,26 @@ def test_an_expert_of_zeros_and_channels_that_never_fire():
         torch.testing.assert_close(found.dequantize(0)[:, 5], found.correction(0)[:, 5], atol=1e-6, rtol=0)
 
 
+def test_what_stands_in_for_the_inputs_of_an_expert_without_tokens():
+    fused, x = Fused(), normal(20, 32, dtype=torch.float32)
+    experts, chosen = read_experts("e", fused), torch.randint(0, 3, (20, 2))
+
+    def found(policy):
+        recorder = Recorder("e", experts, True)
+        with recording(fused, recorder):
+            fused(x, chosen, torch.ones(20, 2))
+        return recorder.moments(policy)[0]["up"]
+
+    mean, identity, sent = (found(policy) for policy in ("layer_mean", "identity", "counterfactual"))
+    once = torch.cat([x[token] for _, token, _ in routed(chosen)])
+    torch.testing.assert_close(mean.hessian[3], 2 * once.mT @ once / len(once))
+    torch.testing.assert_close(identity.hessian[3], torch.eye(32))
+    torch.testing.assert_close(sent.hessian[3], 2 * x.mT @ x / 20)
+    assert [int(m.count[3]) for m in (mean, identity, sent)] == [0, 0, 20]
+    torch.testing.assert_close(mean.hessian[:3], sent.hessian[:3])
+    assert mean.filled("identity") is mean  # filled once, it is left alone
+
+
 @pytest.mark.parametrize("policy", ["layer_mean", "counterfactual", "identity"])
 def test_experts_without_tokens_are_compressed_and_reported(policy):
     model = decoder(k=4, used=3)
@@ -520,6 +540,7 @@ def test_the_recorder_sees_what_experts_see():
     assert unrouted == [3]
     seen = torch.cat([x[(chosen == 1).nonzero()[:, 0]]] * 2)
     known = Moments.of([seen])
+    torch.testing.assert_close(known.hessian[0], 2 * seen.mT @ seen / len(seen))
     assert int(moments["up"].count[1]) == len(seen)
     torch.testing.assert_close(moments["gate"].hessian[1], known.hessian[0])
     torch.testing.assert_close(moments["up"].mean_abs[1], seen.abs().mean(0))

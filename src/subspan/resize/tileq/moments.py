@@ -66,7 +66,7 @@ class Moments:
             else torch.eye(self.hessian.shape[-1]).to(self.hessian)
         )
         if policy != "identity" and not bool(unseen.all()):
-            counts = torch.where(unseen, 0, self.count).to(self.hessian.dtype)
+            counts = self.count.to(self.hessian.dtype)
             like = torch.tensordot(counts / counts.sum(), self.hessian, 1)
         hessian = self.hessian.clone()
         hessian[unseen] = like
