@@ -438,6 +438,8 @@ def test_outliers_lose_their_correction_with_one_warning(caplog):
         "experts, up: no correction for experts 0, 1, 2, 3, 4, 5, it leaves outliers"
     ]
     assert not stored["kept"].any()
+    plain, _ = fit_projection("up", experts.weights["up"], moments_of(experts)["up"], small(rank=0))
+    assert all(torch.equal(stored[name], t) for name, t in plain.items())
 
 
 def test_without_rotation_it_is_gptq_on_the_residual():
