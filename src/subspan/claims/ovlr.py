@@ -267,7 +267,7 @@ def outliers(seed: int, smoke: bool, *, shift: float) -> list[Row]:
 # -------------------------------------------------------------------------------------------------- E4: F1, a black box
 
 
-def f_shortfall(out: np.ndarray, target: np.ndarray, beta: float = 1.0) -> np.ndarray:
+def f_shortfall(out: np.ndarray, target: np.ndarray, beta: float = 1.0) -> np.ndarray | np.floating:
     """1 - F_beta of the positive class for outputs (..., B, 1)."""
     predicted, positive = out[..., 0] > 0, target == 1
     found, b = (predicted & positive).sum(-1), beta**2
