@@ -28,7 +28,7 @@ from subspan.resize.tileq.moments import Recorder, recording
 from subspan.resize.tileq.packing import pack, packed_length, unpack
 from subspan.resize.tileq.placement import greedy_cells, grid_shape, hungarian_cells, index_order
 from subspan.resize.tileq.sources import find_experts, routed
-from subspan.resize.tileq.walk import prepared
+from subspan.resize.tileq.walk import calibrated_layers, compress_stage, prepared
 from tests.resize.tileq_problems import inputs, moments_of, normal, small, some_experts
 
 # ---- a model that needs no transformers
@@ -547,6 +547,45 @@ def test_the_recorder_sees_what_experts_see():
     torch.testing.assert_close(moments["gate"].hessian[1], known.hessian[0])
     torch.testing.assert_close(moments["up"].mean_abs[1], seen.abs().mean(0))
     torch.testing.assert_close(moments["down"].hessian[1], Moments.of([experts.inner(1, seen)]).hessian[0])
+
+
+def test_a_layer_is_calibrated_on_what_the_compressed_ones_before_it_give():
+    class Shifted(Block):
+        def forward(self, x, shift):
+            return super().forward(x) + shift
+
+    class Shifting(Decoder):
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x, 0.5 * i)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Shifting([Shifted(Fused(), 4, 32, 4) for _ in range(3)]), batches()
+    for stage in calibrated_layers(model, x, small(bits=2, rank=0)):
+        before = torch.cat(x).flatten(0, -2)
+        for i, layer in enumerate(model.layers[: stage.layer]):
+            before = layer(before, 0.5 * i)
+        moments = stage.moments["up"]
+        seen = (moments.mean_abs * moments.count[:, None]).sum(0)
+        torch.testing.assert_close(seen, 2 * before.detach().abs().sum(0))  # two experts a token
+        compress_stage(stage, model, small(bits=2, rank=0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scale_sharing": kind} for kind in ("expert", "row", "layer")]
+    + [{"symmetric": True}, {"quantizer": "gptvq", "bits": 2}, {"rotation": False, "factor_dtype": "int8"}],
+)
+def test_the_error_that_is_reported_is_that_of_what_is_stored(changes):
+    experts, config = some_experts(), small(**changes, grid=(3, 2), identity_block=16)
+    moments = moments_of(experts)
+    found, fits = TileQExperts.from_float(experts, moments, config)
+    for fit in fits:
+        w, h = experts.weights[fit.projection], moments[fit.projection].hessian
+        off = w - torch.stack([found.dequantize(e)[fit.projection] for e in range(6)])
+        expected = (((off @ h) * off).sum() / ((w @ h) * w).sum()).sqrt()
+        assert fit.output_error == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_the_report_reads_back_and_adds_up(tmp_path):

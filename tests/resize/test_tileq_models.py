@@ -23,7 +23,6 @@ from subspan.resize import (
     quantize_moe,
     save_compressed,
 )
-from subspan.resize.tileq.sources import find_experts
 from tests.resize.tileq_problems import small
 from tests.tune.conftest import tokenizer
 
@@ -123,7 +122,7 @@ def shards(folder):
 
 
 @pytest.mark.slow
-def test_layers_are_calibrated_on_what_compressed_ones_give_and_only_experts_change():
+def test_only_experts_change():
     model, x = model_of("Qwen2Moe"), tokens()
     before = {n: p.clone() for n, p in model.named_parameters()}
     report = quantize_moe(model, x, small())
@@ -134,26 +133,6 @@ def test_layers_are_calibrated_on_what_compressed_ones_give_and_only_experts_cha
         f"model.layers.{i}.mlp.experts.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")
     }
     assert all(torch.equal(before[n], p) for n, p in left.items())  # routers, attention and shared experts
-    # The second layer's Hessians are those behind the first one's compressed experts.
-    again = model_of("Qwen2Moe")
-    again.model.layers[0].mlp.experts = model.model.layers[0].mlp.experts
-    second = find_experts(again)["model.layers.1.mlp.experts"]
-    seen = []
-    second.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        for batch in x:
-            again(batch)
-    inputs = torch.cat(seen)
-    from subspan.resize.tileq.walk import calibrated_layers
-
-    fresh = model_of("Qwen2Moe")
-    stages = calibrated_layers(fresh, x, small())
-    first = next(stages)
-    fresh.model.layers[0].mlp.experts = model.model.layers[0].mlp.experts
-    assert first.layer == 0
-    moments = next(stages).moments["up"]
-    total = (moments.mean_abs * moments.count[:, None]).sum(0)
-    torch.testing.assert_close(total, 2 * inputs.abs().sum(0), rtol=1e-4, atol=1e-4)  # two experts a token
 
 
 def test_a_checkpoint_in_shards_is_compressed_layer_by_layer_to_the_same_bytes(checkpoint, tmp_path):
@@ -192,6 +171,8 @@ def test_a_checkpoint_in_shards_is_compressed_layer_by_layer_to_the_same_bytes(c
     last.unlink()
     compress_checkpoint(checkpoint, tmp_path / "out", x, small())
     assert last.read_bytes() == before
+    assert (tmp_path / "out" / "layer-00000.safetensors").stat().st_mtime_ns == stamp
+    assert load_report(tmp_path / "out")[1] == report
     # what is saved over another compression is whole, and no run goes on with it
     (tmp_path / "out" / "layer-00007.safetensors").write_bytes(before)
     save_compressed(loaded, report, tmp_path / "out")
