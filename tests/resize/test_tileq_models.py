@@ -110,8 +110,16 @@ def test_what_cannot_work_leaves_nothing_in_the_way(checkpoint, tmp_path):
     with pytest.raises(NonFinite, match="an input of expert"):
         compress_checkpoint(checkpoint, tmp_path / "out", [inputs], small())
     assert (tmp_path / "out" / "run.json").is_file()
-    done = compress_checkpoint(checkpoint, tmp_path / "out", None, small(quantizer="rtn", rank=0))
+    rounded = small(quantizer="rtn", rank=0)
+    done = compress_checkpoint(checkpoint, tmp_path / "out", None, rounded)
     assert len(done.layers) == 2
+    # one that did is gone on with as it was, or started over
+    other = small(quantizer="rtn", rank=0, bits=2)
+    for batches, config in ((tokens(1), rounded), (None, other)):
+        with pytest.raises(DataError, match=r"another model, calibration or configuration.*--fresh"):
+            compress_checkpoint(checkpoint, tmp_path / "out", batches, config)
+    again = compress_checkpoint(checkpoint, tmp_path / "out", None, other, fresh=True)
+    assert again.bits["residual"] == pytest.approx(2)
 
 
 def shards(folder):
