@@ -15,6 +15,7 @@ from torch import nn
 from subspan.adapters import MoRAM, MoRAMConfig, cl_metrics
 from subspan.files import write_json
 from subspan.surgery import base_fingerprint, export_plain_lora, factor_pairs
+from subspan.surgery.answers import on_device_of
 from subspan.tune.config import Config
 from subspan.tune.display import Display
 from subspan.tune.fitting import (
@@ -321,12 +322,11 @@ def _mean(row: Sequence[dict[str, float]]) -> dict[str, float]:
 def reads(memory: MoRAM, tasks: Loaded, batch_size: int) -> tuple[list[list[float]], list[float]]:
     """For rows of each task: the weight that atoms of each task get, mean over layers and tokens; and the share of
     tokens that read nothing."""
-    device = next(memory.model.parameters()).device
     by_task, silent = [], []
     for task, rows in tasks:
         some = rows.test[:_LOOKED_AT]
         batches = [
-            {k: v.to(device) for k, v in task.collate(some[at : at + batch_size]).items()}
+            on_device_of(memory.model, task.collate(some[at : at + batch_size]))
             for at in range(0, len(some), batch_size)
         ]
         found = memory.stats(batches, lambda batch, task=task: task.losses(memory.model, batch)).values()

@@ -10,6 +10,7 @@ from torch import nn
 
 from subspan.errors import ConfigError, DataError
 from subspan.surgery import BaseShift, base_layer, factor_pairs, find_targets, role_of
+from subspan.surgery.answers import on_device_of
 from subspan.tune.config import Config
 from subspan.tune.display import Display
 from subspan.tune.folder import RunFolder
@@ -182,12 +183,11 @@ def score(
     """Mean loss per target, and accuracy where the labels are a closed set. Draws no random number."""
     training = model.training
     model.eval()
-    device = next(model.parameters()).device
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
     total = count = correct = 0.0
     for at in range(0, len(rows), batch_size):
-        batch = {k: v.to(device) for k, v in task.collate([rows[i] for i in order[at : at + batch_size]]).items()}
-        scored = task.score(model, batch)
+        batch = task.collate([rows[i] for i in order[at : at + batch_size]])
+        scored = task.score(model, on_device_of(model, batch))
         total += float(scored.losses.total.sum())
         count += float(scored.losses.count.sum())
         correct += float(scored.correct.sum()) if scored.correct is not None else 0.0

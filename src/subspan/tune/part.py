@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from subspan.surgery import BaseShift
+from subspan.surgery.answers import on_device_of
 
 if TYPE_CHECKING:
     from subspan.tune.config import Config
@@ -35,10 +36,8 @@ class Run:
     def calibration(self, batch_size: int = 8) -> Iterator["Batch"]:
         """Batches of the first ``calibration_rows`` training rows (they are in random order), on the model's device."""
         rows = self.train[: self.config.calibration_rows]
-        device = next(self.model.parameters()).device
         for at in range(0, len(rows), batch_size):
-            batch = self.task.collate(rows[at : at + batch_size])
-            yield {k: v.to(device) for k, v in batch.items()}
+            yield on_device_of(self.model, self.task.collate(rows[at : at + batch_size]))
 
     def note(self, section: str, **facts: Any) -> None:
         """Record facts for the report and for ``summary.json``."""
