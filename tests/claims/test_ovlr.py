@@ -15,13 +15,11 @@ from subspan.claims.ovlr import (
     OVLR_WARM,
     PAIRS,
     Labels,
-    WeightNoise,
     f_shortfall,
-    mean_of,
-    misses,
-    network,
     without_signal,
 )
+from subspan.claims.ovlr_peers import WeightNoise, mean_of, network
+from subspan.claims.ovlr_throws import misses
 from subspan.optim import zero_one
 from tests.claims.judging import failing
 

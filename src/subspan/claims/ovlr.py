@@ -7,9 +7,7 @@ through a simulator that says hit or miss. Settings were chosen on seeds 0 to 4.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, huber_loss, l1_loss, mse_loss
 
 from subspan.claims.claim import Cell, Claim, Plot, Results, Row, Statement
+from subspan.claims.ovlr_peers import Loss, Training, WeightNoise, mean_of, network
+from subspan.claims.ovlr_throws import throws
 from subspan.data import digits
 from subspan.optim import (
     GeometricSigma,
@@ -27,77 +27,6 @@ from subspan.optim import (
     truncated_square,
     zero_one,
 )
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def network(seed: int, *widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for a, b in pairwise(widths):
-            layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-class WeightNoise:
-    """Antithetic evolution strategies on all weights, the peer in d dimensions: one forward pass per evaluation.
-
-    ``loss`` gives one number for each of the stacked outputs (pairs x B x K).
-    """
-
-    def __init__(self, model: nn.Module, loss: Loss, pairs: int, sigma: float, seed: int) -> None:
-        self.model, self.loss, self.pairs, self.sigma = model, loss, pairs, sigma
-        self.params = {name: p.detach() for name, p in model.named_parameters()}
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def gradient(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Estimates for each parameter from 2 ``pairs`` losses of the batch."""
-        noise = {n: torch.randn(self.pairs, *p.shape, generator=self.generator) for n, p in self.params.items()}
-
-        def score(sign: int) -> Tensor:
-            moved = {n: p + sign * self.sigma * noise[n] for n, p in self.params.items()}
-            run = torch.vmap(lambda q: torch.func.functional_call(self.model, q, (x,)))
-            return self.loss(run(moved), y)
-
-        with torch.no_grad():
-            weight = (score(1) - score(-1)) / (2 * self.sigma * self.pairs)
-        return [torch.einsum("m,m...->...", weight, e) for e in noise.values()]
-
-    def backward(self, x: Tensor, y: Tensor) -> None:
-        for p, g in zip(self.model.parameters(), self.gradient(x, y), strict=True):
-            p.grad = g
-
-
-@dataclass
-class Training:
-    """A network, its optimiser and the order of its batches."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    x: Tensor
-    y: Tensor
-    batch: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
-
-    def run(self, loss: "Loss | WeightNoise", epochs: int) -> None:
-        for _ in range(epochs):
-            for rows in torch.randperm(len(self.y), generator=self.generator).split(self.batch):
-                self.optimizer.zero_grad()
-                if isinstance(loss, WeightNoise):
-                    loss.backward(self.x[rows], self.y[rows])
-                else:
-                    loss(self.model(self.x[rows]), self.y[rows]).backward()
-                self.optimizer.step()
-
-
-def mean_of(loss: Loss) -> Loss:
-    """Over the batch, also of stacked outputs."""
-    return lambda out, y: loss(out, y).mean(-1)
-
 
 uncapped = partial(truncated_cross_entropy, cap=math.inf)
 
@@ -323,84 +252,6 @@ def f_metric(seed: int, smoke: bool, *, beta: float) -> list[Row]:
                     scores["CE, threshold tuned"] = 1 - float(shortfall(z_test - best, test_y))
         rows += [Row(method, {"task": name}, f"test_{name}", problem, value) for method, value in scores.items()]
     return rows
-
-
-# ----------------------------------------------------------------------------------------------------------- E5: throws
-
-
-def misses(actions: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-    """1 unless a ball thrown at (angle, speed) passes a wall halfway and lands within 0.15 m of its target.
-
-    Quadratic drag and wind, integrated in steps of 0.05 s. contexts: distance, height of the wall, wind.
-    """
-    distance, wall, wind = (contexts[..., i] for i in range(3))
-    angle = np.clip(0.8 + 0.5 * actions[..., 0], 0.1, 1.5)
-    speed = np.clip(7.5 + 2.0 * actions[..., 1], 1.0, 15.0)
-    vx, vy = speed * np.cos(angle), speed * np.sin(angle)
-    x, y = np.zeros_like(vx), np.zeros_like(vx)
-    landed, over = np.full_like(vx, np.inf), np.zeros(vx.shape, dtype=bool)
-    for _ in range(56):
-        drag = 0.03 * np.hypot(vx - wind, vy)
-        vx, vy = vx - 0.05 * drag * (vx - wind), vy - 0.05 * (9.81 + drag * vy)
-        new_x, new_y = x + 0.05 * vx, y + 0.05 * vy
-        share = (distance / 2 - x) / np.maximum(new_x - x, 1e-9)
-        over |= (share >= 0) & (share < 1) & (y + share * (new_y - y) > wall)
-        down = (new_y <= 0) & np.isinf(landed)
-        landed = np.where(down, x + (new_x - x) * y / np.maximum(y - new_y, 1e-9), landed)
-        x, y = new_x, new_y
-    return 1.0 - ((np.abs(landed - distance) < 0.15) & over)
-
-
-def contexts_of(rng: np.random.Generator, n: int) -> np.ndarray:
-    low, high = np.array([3.0, 0.0, -3.0]), np.array([7.0, 1.5, 3.0])
-    return rng.uniform(low, high, (n, 3)).astype(np.float32)
-
-
-def scaled(contexts: np.ndarray) -> Tensor:
-    return torch.from_numpy((contexts - [5.0, 0.75, 0.0]) / [1.2, 0.45, 1.7]).float()
-
-
-def throws(seed: int, smoke: bool) -> list[Row]:
-    """From (distance, wall, wind) to a throw; a simulator answers hit or miss. Each method gets 16 throws a context."""
-    steps, pairs = (10, 8) if smoke else (200, 8)
-    fresh = contexts_of(np.random.default_rng(10_000 + seed), 2000)
-    schedule = GeometricSigma(1.0, 0.1, steps)
-
-    def simulate(out: Tensor, contexts: Tensor) -> Tensor:
-        return torch.from_numpy(misses(out.detach().numpy(), contexts.numpy())).float()
-
-    rows = []
-    for method in ("before", "OVLR", "REINFORCE", "ES on the weights"):
-        model, rng = network(seed, 3, 64, 64, 2), np.random.default_rng(seed)
-        by_weights = method == "ES on the weights"
-        adam = torch.optim.Adam(model.parameters(), lr=1e-2 if by_weights else 3e-3)  # ES needs the larger one
-        criterion = OutputSpaceLoss(misses, sigma=schedule, pairs=pairs, vectorized=True, as_numpy=True, seed=seed)
-        es = WeightNoise(model, mean_of(simulate), pairs, 0.03, seed)
-        generator = torch.Generator().manual_seed(seed)
-        for step in range(0 if method == "before" else steps):
-            contexts = contexts_of(rng, 32)
-            adam.zero_grad()
-            if method == "OVLR":
-                criterion(model(scaled(contexts)), torch.from_numpy(contexts)).backward()
-            elif method == "REINFORCE":
-                reinforce(model(scaled(contexts)), contexts, schedule(step), 2 * pairs, generator).backward()
-            else:
-                es.backward(scaled(contexts), torch.from_numpy(contexts))
-            adam.step()
-        with torch.no_grad():
-            hits = 1 - float(misses(model(scaled(fresh)).numpy(), fresh).mean())
-        rows.append(Row(method, {"task": "throws"}, "hit_rate", seed, hits))
-    return rows
-
-
-def reinforce(z: Tensor, contexts: np.ndarray, sigma: float, n: int, generator: torch.Generator) -> Tensor:
-    """Score-function surrogate of a Gaussian policy with n actions a context, each against the mean of the others."""
-    policy = torch.distributions.Normal(z, sigma)
-    with torch.no_grad():
-        actions = z + sigma * torch.randn(n, *z.shape, generator=generator)
-        losses = torch.from_numpy(misses(actions.numpy(), contexts)).float()
-        advantage = (losses - losses.mean(0)) * n / (n - 1)
-    return (advantage * policy.log_prob(actions).sum(-1)).mean()
 
 
 def cells(smoke: bool) -> list[Cell]:
